@@ -1,0 +1,255 @@
+"""One engine per device and process: its driver, streams, memory, threads, and whether it is lost.
+
+Law of this file: engines are shared by all event loops of the process and never torn down stream by stream
+(an ``ExternalStream`` does not own its handle, and drivers reuse handles). Making one may take seconds
+(the CUDA context), so it happens off the loop's thread; finding one is a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._errors import DeviceError, DeviceLostError
+from ._notifier import Notifier, PosixSignal, ThreadSignal
+from ._streams import StreamPool
+from ._workers import WorkerPool
+from .drivers.base import Driver
+from .drivers.cpu import CpuDriver
+from .transfers.pinned import BlockPool
+
+__all__ = ["Engine", "EngineSettings", "default_device", "find_engine", "install_engine", "make_engine"]
+
+#: Bytes of one slot for small transfers. Up to this size a copy into page-locked memory takes a few
+#: microseconds, less than any hand-over to a thread.
+SLOT_BYTES = 64 * 1024
+_SLOTS = 128
+
+#: Bytes of one staging chunk. Page-locking a chunk stops other threads' launches while it lasts
+#: (about 6 ms at this size), so not larger; smaller ones cost more submissions.
+CHUNK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the first user of a device decides for the process.
+
+    Parameters
+    ----------
+    streams:
+        Compute streams per priority.
+    staging_bytes:
+        Page-locked bytes that aiogpu's own staging may take.
+    pinned_bytes:
+        Page-locked bytes that results of downloads may take, all users of torch's pinned allocator
+        counted; beyond it they come in ordinary memory.
+    wake:
+        "auto", "callback" or "thread": how CUDA tells the host (see :mod:`aiogpu.drivers.cuda`).
+    """
+
+    streams: int = 8
+    staging_bytes: int = 128 * 1024 * 1024
+    pinned_bytes: int = 4 * 1024 * 1024 * 1024
+    wake: str = "auto"
+
+
+class Engine:
+    """A device as this process uses it."""
+
+    def __init__(self, driver: Driver, settings: EngineSettings | None = None) -> None:
+        settings = settings or EngineSettings()
+        self.driver = driver
+        self.device = driver.device
+        self.settings = settings
+        self.lost: DeviceLostError | None = None
+        #: Points that were pending when the device was lost, with the buffers they keep.
+        self.leaked: list[Any] = []
+        self.notifier = _notifier()
+        self.compute = StreamPool(driver, "compute", settings.streams)
+        self.uploads = StreamPool(driver, "copy", 4)
+        # A download waits for its producer on its copy stream: more streams, fewer that wait behind
+        # a producer that is not theirs.
+        self.downloads = StreamPool(driver, "copy", 16)
+        self.sides = StreamPool(driver, "copy", 32)
+        self.slots = BlockPool(driver.pinned, SLOT_BYTES, _SLOTS)
+        self.chunks = BlockPool(driver.pinned, CHUNK_BYTES, max(2, settings.staging_bytes // CHUNK_BYTES))
+        cores = os.cpu_count() or 1
+        self.staging = WorkerPool("staging", min(4, max(2, cores // 2)), driver.enter_thread)
+        self.workers = WorkerPool("worker", 10_000, driver.enter_thread)  # bounded by limiters
+
+    def warm_up(self) -> None:
+        """Open the streams and page-lock the slots now, rather than on a loop's thread later."""
+        self.compute.open(self.settings.streams)
+        self.uploads.open(2)
+        self.downloads.open(4)
+        self.slots.reserve(_SLOTS)
+
+    @property
+    def signal(self) -> PosixSignal | ThreadSignal:
+        return self.notifier.signal
+
+    def check(self) -> None:
+        """Fail fast once the device is lost."""
+        if self.lost is not None:
+            raise DeviceLostError(*self.lost.args) from self.lost.__cause__
+
+    def fault(self, cause: BaseException, oldest: Sequence[str] = ()) -> BaseException:
+        """The error that waiters get for ``cause``, which the device reported.
+
+        The first sticky one marks the device as lost and wakes every loop, so that it reaches all
+        pending waits at once.
+        """
+        if self.lost is not None:
+            return self.lost
+        if isinstance(cause, DeviceError | torch.OutOfMemoryError):
+            return cause
+        pending = "; oldest pending operations: " + ", ".join(oldest) if oldest else ""
+        if not self.driver.lost(cause):
+            error = DeviceError(
+                f"{self.device}: {_first_line(cause)}. Device errors are asynchronous: work that was "
+                f"submitted earlier may be the cause{pending}"
+            )
+            error.__cause__ = cause
+            return error
+        self.lost = DeviceLostError(
+            f"{self.device} is lost: {_first_line(cause)}. Work that was submitted earlier than what "
+            f"raises here may be the cause{pending}. No call on this device can succeed any more: "
+            "restart the process. To find the kernel, run with CUDA_LAUNCH_BLOCKING=1."
+        )
+        self.lost.__cause__ = cause
+        self.signal.post()
+        return self.lost
+
+    def blame(self, error: BaseException) -> BaseException:
+        """What a failed *submission* means: the device's fault, or the submission's own."""
+        if self.lost is not None or self.driver.lost(error):
+            return self.fault(error)
+        return error
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost else "ready"
+        return f"<Engine {self.device}, {state}, {self.driver.wake_mechanism}>"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# -- the process's engines -----------------------------------------------------------------------------
+
+_engines: dict[torch.device, Engine] = {}
+_lock = threading.Lock()
+_the_notifier: Notifier | None = None
+_forked_with: list[str] = []
+_default: torch.device | None = None
+
+
+def _notifier() -> Notifier:
+    global _the_notifier
+    if _the_notifier is None:
+        _the_notifier = Notifier()
+    return _the_notifier
+
+
+def find_engine(device: torch.device) -> Engine | None:
+    """The engine of ``device`` if it has been made."""
+    return _engines.get(device)
+
+
+def make_engine(device: torch.device, settings: EngineSettings | None = None) -> Engine:
+    """The engine of ``device``, made now if need be. May take seconds: not on a loop's thread."""
+    with _lock:
+        engine = _engines.get(device)
+        if engine is None:
+            engine = Engine(_make_driver(device, settings or EngineSettings()), settings)
+            engine.warm_up()
+            _engines[device] = engine
+        return engine
+
+
+def install_engine(device: torch.device, engine: Engine | None) -> Engine | None:
+    """Put ``engine`` in ``device``'s place (``None``: nobody); returns who was there. For tests."""
+    global _default
+    with _lock:
+        before = _engines.pop(device, None)
+        if engine is not None:
+            _engines[device] = engine
+        _default = None
+        return before
+
+
+def _make_driver(device: torch.device, settings: EngineSettings) -> Driver:
+    if device.type == "cpu":
+        return CpuDriver(device)
+    if device.type == "cuda":
+        if str(device) in _forked_with or (_forked_with and torch.cuda._is_in_bad_fork()):
+            raise RuntimeError(
+                "this process was forked after its parent had used CUDA through aiogpu, and CUDA does "
+                "not survive a fork. Start it with multiprocessing's 'spawn' or 'forkserver' method, "
+                "or fork before the first use of the GPU."
+            )
+        from .drivers.cuda import CudaDriver
+
+        if not torch.cuda.is_initialized():
+            # Must be in place before the driver starts. With the default of 8, streams that wait for
+            # an event hold up unrelated ones from 64 streams on.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        return CudaDriver(device, wake=settings.wake)
+    raise ValueError(
+        f"aiogpu has no driver for {device}: use 'cuda', 'cuda:<index>' or 'cpu'. Work on other devices "
+        "can run in `await aiogpu.run_sync(fn)`."
+    )
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, else the CPU. May initialise the driver: not on a loop's thread."""
+    global _default
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    _default = torch.device("cpu")
+    return _default
+
+
+def settled_default() -> torch.device | None:
+    """:func:`default_device` where it can be told without asking the CUDA driver, else ``None``."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return _default
+
+
+def normalize(device: torch.device | str | int) -> torch.device:
+    """``device`` with its index; raises ``ValueError``/``TypeError`` for what cannot be a device."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise type(error)(
+            f"{device!r} is not a device: write 'cuda', 'cuda:0', 'cpu' or a torch.device"
+        ) from None
+    if found.type == "cuda" and found.index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        found = torch.device("cuda", index)
+    elif found.type == "cpu":
+        found = torch.device("cpu")
+    elif found.type != "cuda":
+        raise ValueError(f"aiogpu has no driver for {found}: use 'cuda', 'cuda:<index>' or 'cpu'")
+    return found
+
+
+def _after_fork_in_child() -> None:
+    """The child has none of the parent's threads, and no right to its CUDA context."""
+    global _engines, _lock, _the_notifier, _default
+    _forked_with.extend(str(device) for device in _engines if device.type == "cuda")
+    _lock = threading.Lock()
+    # The parent's objects are left alone: destroying its streams or events here would touch CUDA.
+    _graveyard.append((_engines, _the_notifier))
+    _engines, _the_notifier, _default = {}, None, None
+
+
+_graveyard: list[Any] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,57 @@
+"""What can go wrong, whose fault it is, and what to do.
+
+Law of this file: an error class carries the blame, its message carries the remedy. Misuse raises the
+built-in ``TypeError``/``ValueError``/``RuntimeError``; running out of memory stays torch's own exception;
+cancellation is never wrapped. Only what a caller may want to tell apart has a class here.
+"""
+
+from __future__ import annotations
+
+import copy
+
+__all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError"]
+
+
+class AiogpuError(Exception):
+    """Base of every error that aiogpu itself defines."""
+
+
+class DeviceError(AiogpuError, RuntimeError):
+    """The device reported an error for work that was submitted to it.
+
+    Device errors are asynchronous: the operation that raises may only be the first one that *looked*
+    after earlier work failed. The message names the oldest operations that were pending.
+    """
+
+
+class DeviceLostError(DeviceError):
+    """The device's context is broken for good (an illegal access, a device-side assert, ...).
+
+    CUDA calls such an error *sticky*: every later call in this process fails as well. Nothing in the
+    process can repair it; restart the process. ``__cause__`` is the first error that was seen.
+    """
+
+
+class CaptureError(AiogpuError, RuntimeError):
+    """An aiogpu call was made while the current stream is being captured into a CUDA graph.
+
+    Raised before the stream is touched, so the capture stays valid.
+    """
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of ``error`` for one waiter.
+
+    An operation may be awaited by many tasks. Raising one exception object in each of them would splice
+    their tracebacks together and let one waiter's ``raise ... from`` change what the others see.
+    The copy starts without a traceback: the frames of a worker thread would keep tensors alive.
+    """
+    try:
+        twin = copy.copy(error)
+    except Exception:  # an exception whose constructor does not take its own args
+        return error
+    if type(twin) is not type(error):
+        return error
+    twin.__cause__ = error.__cause__
+    twin.__suppress_context__ = True
+    return twin.with_traceback(None)

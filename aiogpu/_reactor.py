@@ -1,0 +1,303 @@
+"""Completions in, wake-ups out: poll while busy, interrupt when idle.
+
+Law of this file: one reactor per event loop, touched by the loop's thread only (``wake`` and ``inbox``
+excepted). Points wait in one FIFO per stream; events of one stream complete in order, so only heads are
+asked. A wake-up is a hint, the event's status is the truth: nothing resolves before ``query`` said so.
+
+While points are pending, and until ``spin`` seconds after the last submission or completion, the reactor
+looks once per loop iteration, and other coroutines run in between: under load no callback is ever made.
+When it would go idle, it arms one notification per stream, for the head, and sleeps until the notifier
+posts a wake-up (Linux does the same for network cards, under the name NAPI).
+
+    busy  --spin seconds without progress-->  sleeping  --notification or watchdog-->  busy
+    busy  --nothing pending-->  off  --a new point-->  busy
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ._errors import DeviceLostError, fresh
+from ._loops import Door, DoorClosed
+from .drivers.base import Event, Stream
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+__all__ = ["Point", "Reactor"]
+
+#: Seconds that one look may take before the loop gets its turn again, however much has completed.
+_BUDGET = 0.0005
+
+#: Points resolved between two looks at the clock.
+_BATCH = 64
+
+
+class Point:
+    """A moment on a stream that somebody waits for, or that buffers must outlive.
+
+    ``callback(error)`` is called once, on the loop's thread (on the notifier's when the loop is gone).
+    ``keep`` is what the device still uses; it is dropped after the callback. On a lost device it is
+    never dropped: freeing memory that was recorded on a broken stream can abort the process.
+    """
+
+    __slots__ = ("callback", "done", "engine", "event", "keep")
+
+    def __init__(
+        self,
+        engine: Engine,
+        event: Event,
+        callback: Callable[[BaseException | None], None] | None,
+        keep: Any,
+    ) -> None:
+        self.engine = engine
+        self.event = event
+        self.callback = callback
+        self.keep = keep
+        self.done = False
+
+    def finish(self, error: BaseException | None) -> None:
+        if self.done:  # a late or doubled completion: the first one counted
+            return
+        callback, self.callback = self.callback, None
+        if error is None:
+            self.engine.driver.recycle(self.event)
+            self.keep = None
+        else:
+            self.engine.leaked.append(self)
+        self.event = None
+        self.done = True
+        if callback is not None:
+            callback(None if error is None else fresh(error))
+
+    def look(self) -> bool:
+        """Ask for the truth outside of any loop (the notifier's thread does, for orphans)."""
+        try:
+            with self.engine.driver.relaxed():
+                if not self.engine.driver.query(self.event):
+                    return False
+        except Exception as error:
+            self.finish(self.engine.fault(error))
+        else:
+            self.finish(None)
+        return True
+
+
+class _Lane:
+    """The points of one stream, in order of their submission."""
+
+    __slots__ = ("armed", "engine", "points", "token")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.points: deque[Point] = deque()
+        self.armed: Point | None = None  # whose completion the notification in flight announces
+        self.token: Any = None
+
+
+class Reactor:
+    """What one event loop waits for on all devices."""
+
+    def __init__(self, door: Door, spin: float) -> None:
+        self.door = door
+        self.spin = spin
+        self.sleeping = False  # read by the notifier's thread
+        self.pending = 0
+        self.looks = 0
+        self.notifications = 0
+        #: Operations that are not over, oldest first; opaque here, named when something goes wrong.
+        self.operations: dict[object, None] = {}
+        self.inbox: deque[tuple[Engine, Stream, Point]] = deque()
+        self._lanes: dict[Any, _Lane] = {}
+        self._relaxed: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._busy = False
+        self._last_progress = 0.0
+        self._posted = threading.Lock()  # held while a wake-up is on its way: one at a time
+
+    # -- in ----------------------------------------------------------------------------------------
+
+    def watch(
+        self,
+        engine: Engine,
+        stream: Stream,
+        event: Event,
+        callback: Callable[[BaseException | None], None] | None = None,
+        keep: Any = None,
+    ) -> Point:
+        """Call ``callback`` when ``event``, just recorded on ``stream``, has completed."""
+        point = Point(engine, event, callback, keep)
+        self._add(engine, stream, point)
+        return point
+
+    def _add(self, engine: Engine, stream: Stream, point: Point) -> None:
+        lane = self._lanes.get(stream.raw)
+        if lane is None:
+            lane = self._lanes[stream.raw] = _Lane(engine)
+            if engine.driver.captures:
+                self._relaxed = engine.driver.relaxed
+        lane.points.append(point)
+        self.pending += 1
+        self._last_progress = perf_counter()
+        if not self._busy:
+            self._start()
+
+    def watch_from_thread(
+        self,
+        engine: Engine,
+        stream: Stream,
+        event: Event,
+        callback: Callable[[BaseException | None], None] | None = None,
+        keep: Any = None,
+    ) -> Point:
+        """The same from another thread. Without a loop any more, the notifier looks after it."""
+        point = Point(engine, event, callback, keep)
+        # The inbox first, the post second: whichever of a closing loop's last look and this thread
+        # comes last finds the point in the inbox and takes it out, exactly once (deque.popleft).
+        self.inbox.append((engine, stream, point))
+        try:
+            self.door.post(self._take_in)
+        except DoorClosed:
+            self.abandon()
+        return point
+
+    def _take_in(self) -> None:
+        while self.inbox:
+            try:
+                engine, stream, point = self.inbox.popleft()
+            except IndexError:
+                return
+            self._add(engine, stream, point)
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._busy = True
+        self.sleeping = False
+        self.door.soon(self._look)
+
+    def _look(self) -> None:
+        """One round: resolve what has completed; then look again soon, sleep, or stop."""
+        self.looks += 1
+        deadline = perf_counter() + _BUDGET
+        progress = False
+        while self._resolve():
+            progress = True
+            if perf_counter() > deadline:
+                break
+        now = perf_counter()
+        if progress:
+            self._last_progress = now
+        if self.pending == 0:
+            self._busy = False
+        elif now - self._last_progress < self.spin:
+            self.door.soon(self._look)
+        else:
+            self._sleep()
+
+    def _resolve(self) -> bool:
+        """Ask each stream's head, and finish what has completed. Was it a full batch?"""
+        ready: list[tuple[_Lane, Point]] = []
+        faults: list[tuple[_Lane, Exception]] = []
+        # One bracket around all queries: leaving another thread's graph capture alone costs 1.5 µs.
+        with self._relaxed():
+            for lane in self._lanes.values():
+                points = lane.points
+                if points:
+                    query = lane.engine.driver.query
+                    try:
+                        while points and query(points[0].event):
+                            ready.append((lane, points.popleft()))
+                            if len(ready) >= _BATCH:
+                                break
+                    except Exception as error:
+                        faults.append((lane, error))
+        for lane, point in ready:
+            self._finish(lane, point, None)
+        for lane, error in faults:
+            self._fault(lane, error)
+        return bool(ready or faults)
+
+    def _finish(self, lane: _Lane, point: Point, error: BaseException | None) -> None:
+        self.pending -= 1
+        if point is lane.armed:
+            token, lane.armed, lane.token = lane.token, None, None
+            if error is None:
+                lane.engine.driver.disarm(token)
+        point.finish(error)
+
+    def _fault(self, lane: _Lane, cause: Exception) -> None:
+        """The device reported an error: a sticky one reaches everybody who waits for the device."""
+        engine = lane.engine
+        # Taken before anything is resolved: the oldest are the likeliest culprits.
+        oldest = [repr(operation) for operation in islice(self.operations, 3)]
+        error = engine.fault(cause, oldest)
+        doomed = [lane]
+        if isinstance(error, DeviceLostError):
+            doomed = [other for other in self._lanes.values() if other.engine is engine]
+        for each in doomed:
+            for _ in range(len(each.points) if engine.lost else min(1, len(each.points))):
+                self._finish(each, each.points.popleft(), error)
+
+    # -- sleeping ----------------------------------------------------------------------------------
+
+    def _sleep(self) -> None:
+        # First say that we sleep, then arm: a notification that fires at once must find a sleeper.
+        # One that fired before the arming was seen cannot be lost either: the callback is enqueued
+        # behind the event and runs, at the earliest, after it was enqueued.
+        self.sleeping = True
+        self._busy = False
+        for lane in self._lanes.values():
+            if lane.points and lane.armed is not lane.points[0]:
+                self._arm(lane)
+
+    def _arm(self, lane: _Lane) -> None:
+        # A lane whose armed point is not its head has none armed: heads leave through _finish.
+        lane.armed = lane.points[0]
+        self.notifications += 1
+        try:
+            lane.token = lane.engine.driver.arm(lane.armed.event, lane.engine.signal)
+        except Exception:
+            lane.token = None  # the watchdog's look will meet the same error, at a query
+
+    def wake(self) -> None:
+        """Somebody may have completed. From any thread; several calls make one look."""
+        if self._posted.acquire(blocking=False):
+            try:
+                self.door.post(self._on_wake)
+            except DoorClosed:
+                self._posted.release()
+                self.abandon()
+        elif self.door.closed:  # the post that holds the lock went down with its loop
+            self.abandon()
+
+    def _on_wake(self) -> None:
+        self._posted.release()
+        self.sleeping = False
+        if self.pending and not self._busy:
+            self._busy = True
+            self._look()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def abandon(self) -> list[Point]:
+        """The loop is closed or closing: hand what is still in flight to the notifier."""
+        points: list[Point] = []
+        for lane in list(self._lanes.values()):
+            while lane.points:
+                points.append(lane.points.popleft())
+        while self.inbox:
+            try:
+                points.append(self.inbox.popleft()[2])
+            except IndexError:
+                break
+        self.pending = 0
+        self.sleeping = False
+        if points:
+            points[0].engine.notifier.adopt(points)
+        return points

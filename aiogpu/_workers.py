@@ -1,0 +1,92 @@
+"""aiogpu's own threads: for blocking code of users, and for staging copies.
+
+Law of this file: threads of ours, not the loop's shared pool, so that neither starves the other; daemons,
+so that a function which never returns cannot keep the interpreter; each set to the engine's device and
+to relaxed capture mode once, and scrubbed of leaked torch modes by whoever runs jobs on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["WorkerPool"]
+
+Job = Callable[[], object]
+
+
+class WorkerPool:
+    """Up to ``limit`` threads, started as needed, newest idle first; further jobs queue.
+
+    Jobs must not raise: a job reports its outcome itself.
+    """
+
+    def __init__(self, name: str, limit: int, enter_thread: Callable[[], None]) -> None:
+        self.limit = limit
+        self._name = name
+        self._enter_thread = enter_thread
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._idle = 0
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        _close_at_exit(self)
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` on a thread of ours, soon. Raises ``RuntimeError`` once closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("aiogpu's worker threads have ended: the interpreter is exiting")
+            if self._idle > 0:
+                self._idle -= 1
+            elif len(self._threads) < self.limit:
+                name = f"aiogpu-{self._name}-{len(self._threads) + 1}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            else:
+                # Every thread is busy: whichever takes this job must not count itself idle before.
+                self._idle -= 1
+            self._jobs.put(job)
+
+    def _run(self) -> None:
+        self._enter_thread()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # while it waits, a worker must not hold the last job's tensors
+            with self._lock:
+                self._idle += 1
+
+    def close(self, timeout: float) -> bool:
+        """End the threads once their jobs have; False when some were still busy after ``timeout`` s."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _close_at_exit(pool: WorkerPool) -> None:
+    if not _pools:
+        # A daemon thread that comes back from C++ code into a finalised interpreter is ended in the
+        # middle of destructors that must not throw, which aborts the process. So they end first.
+        atexit.register(_close_all)
+    _pools.add(pool)
+
+
+def _close_all() -> None:
+    deadline = time.monotonic() + 3.0
+    for pool in list(_pools):
+        pool.close(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,375 @@
+"""The CUDA driver: torch's streams and events, and the three things that torch does not offer.
+
+Law of this file: everything that orders compute or copies goes through torch's own events and streams,
+so that torch's sanitizer and profiler see it. The driver API is used for what torch lacks: streams of
+our own (torch hands out 32 per priority, then the same ones again), the host callback, and the thread's
+capture mode. Raw driver handles and ``cuda.bindings`` appear in this file alone.
+
+The host callback is libc's ``sem_post`` (see :mod:`aiogpu._notifier`), enqueued through the driver's own
+entry pointer: cuda-bindings before 13.5 wraps every host callback, a C function too, in a GIL
+acquisition; a stream then stands still for as long as any thread holds the GIL, and a thread that
+holds it while it waits for the driver's lock hangs the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .base import Driver, Event, Signal, Stream, StreamKind
+
+__all__ = ["CudaDriver"]
+
+#: CUDA result codes after which every call on the context fails (CUDA driver API, "CUresult").
+STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
+
+#: The same by text, for errors that carry no code.
+STICKY_TEXT = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "launch failure",
+    "launch timed out",
+    "uncorrectable ECC",
+    "context is destroyed",
+)
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_BLOCKING, _NON_BLOCKING = 0, 1  # CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING
+
+
+class _Entries:
+    """The driver entries that torch does not offer, as C functions that release the GIL."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        def entry(name: str, *arguments: Any) -> Any:
+            error, pointer, *_ = driver.cuGetProcAddress(name.encode(), 12000, 0)
+            if int(error) != 0 or not int(pointer):
+                raise RuntimeError(f"the CUDA driver has no entry {name} (error {int(error)})")
+            return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(pointer))
+
+        pointer = ctypes.c_void_p
+        self.launch_host_func = entry("cuLaunchHostFunc", pointer, pointer, pointer)
+        self.create_stream = entry("cuStreamCreateWithPriority", pointer, ctypes.c_uint, ctypes.c_int)
+        self.exchange_mode = entry("cuThreadExchangeStreamCaptureMode", pointer)
+
+
+class _Relaxed:
+    """The calling thread's capture mode is relaxed within the block.
+
+    One event query or pinned allocation anywhere in the process kills a capture that another thread
+    runs in CUDA's global mode (torch's default), unless the querying thread is in relaxed mode.
+    """
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, exchange: Callable[[Any], int]) -> None:
+        self._exchange = exchange
+        self._mode = ctypes.c_int(_RELAXED)
+
+    def __enter__(self) -> None:
+        self._exchange(ctypes.byref(self._mode))
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange(ctypes.byref(self._mode))
+
+
+class _Everywhere:
+    """A thread's current device and its current stream on every device."""
+
+    __slots__ = ("device", "raws")
+
+    def __init__(self, device: int, raws: tuple[Any, ...]) -> None:
+        self.device = device
+        self.raws = raws
+
+
+class CudaDriver(Driver):
+    """One CUDA device. Made off the loop thread: it creates the context."""
+
+    captures = True
+
+    def __init__(self, device: torch.device, *, wake: str = "auto") -> None:
+        if wake not in ("auto", "callback", "thread"):
+            raise ValueError(f"wake is 'auto', 'callback' or 'thread', not {wake!r}")
+        self.device = device
+        self._index: int = device.index
+        torch.cuda.init()
+        torch.empty(1, device=device)  # the primary context, before any raw driver call
+        self.enter_thread()
+        self._events: list[torch.cuda.Event] = []
+        self._known: dict[Any, Stream] = {}
+        self._notify_streams: list[Stream] = []
+        self.entries, self.missing = self._find_entries()
+        if wake == "callback" and self.entries is None:
+            raise RuntimeError(f"host callbacks are not available: {self.missing}")
+        self._waiters = _WaiterThreads(self) if wake == "thread" or not self.entries else None
+        self.wake_mechanism = "waiter thread" if self._waiters else "host callback"
+        self._sanitized = _sanitizer_enabled()
+        # Torch's own streams, the fallback, are non-blocking; and the sanitizer does not know legacy
+        # semantics: in both cases the edges to the default stream must be made with events.
+        self.legacy_orders = self.entries is not None and not self._sanitized
+        if torch.cuda.device_count() > 1:
+            self.swap = self._swap_many  # type: ignore[method-assign]
+            self.restore = self._restore_many  # type: ignore[method-assign]
+
+    @staticmethod
+    def _find_entries() -> tuple[_Entries | None, str]:
+        try:
+            return _Entries(), ""
+        except Exception as error:  # no cuda-python, a version that does not fit, ROCm
+            return None, f"{type(error).__name__}: {error}"
+
+    # -- the eight verbs ---------------------------------------------------------------------------
+
+    def open_stream(self, kind: StreamKind, priority: int = 0) -> Stream:
+        flags = _BLOCKING if kind == "compute" else _NON_BLOCKING
+        if self.entries is None:
+            native: torch.cuda.Stream = torch.cuda.Stream(self.device, priority=priority)
+        else:
+            handle = ctypes.c_void_p()
+            with torch.cuda.device(self.device):  # raw driver calls need a current context
+                code = self.entries.create_stream(ctypes.byref(handle), flags, priority)
+            if code != 0:
+                raise RuntimeError(f"cuStreamCreateWithPriority failed with CUDA error {code}")
+            native = torch.cuda.ExternalStream(handle.value or 0, device=self.device)
+        stream = self.adopt(native)
+        self._known[stream.raw] = stream
+        return stream
+
+    def record(self, stream: Stream) -> Event:
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record(stream.native)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        event.wait(stream.native)
+
+    def query(self, event: Event) -> bool:
+        ready: bool = event.query()
+        if ready and self._sanitized:
+            event.synchronize()  # returns at once; tells the sanitizer that the host has seen it
+        return ready
+
+    def arm(self, event: Event, signal: Signal) -> Any:
+        # On a stream of its own, so that the compute stream never stops for the host: an inline
+        # callback stops it for about 42 µs each time. The stream is used again only after the event
+        # was seen complete: a shared one would hold one waiter's notification behind another's event.
+        try:
+            stream = self._notify_streams.pop()
+        except IndexError:
+            stream = self.open_stream("copy")
+        event.wait(stream.native)
+        if self._waiters is not None:
+            self._waiters.arm(stream, signal)
+        else:
+            assert self.entries is not None
+            code = self.entries.launch_host_func(
+                stream.native.cuda_stream,
+                signal.sem_post,  # type: ignore[attr-defined]
+                signal.address,  # type: ignore[attr-defined]
+            )
+            if code != 0:
+                # The watchdog looks anyway; a sticky error shows at its query.
+                self._notify_streams.append(stream)
+                return None
+        return stream
+
+    def disarm(self, token: Any) -> None:
+        if token is not None:
+            self._notify_streams.append(token)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        saved = self.swap(stream.raw)
+        try:
+            if dst.is_inference():
+                with torch.inference_mode():
+                    dst.copy_(src, non_blocking=True)
+            else:
+                dst.copy_(src, non_blocking=True)
+        finally:
+            self.restore(saved)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def close(self) -> None:
+        if self._waiters is not None:
+            self._waiters.close()
+
+    # -- the thread's current stream ---------------------------------------------------------------
+
+    def swap(self, raw: Any) -> Any:
+        saved = torch._C._cuda_getCurrentStream(self._index)
+        if saved != raw:
+            torch._C._cuda_setStream(*raw)
+        return saved
+
+    def restore(self, saved: Any) -> Any:
+        raw = torch._C._cuda_getCurrentStream(self._index)
+        if raw != saved:
+            torch._C._cuda_setStream(*saved)
+        return raw
+
+    def _everywhere(self) -> _Everywhere:
+        get = torch._C._cuda_getCurrentStream
+        return _Everywhere(torch._C._cuda_getDevice(), tuple(map(get, range(torch.cuda.device_count()))))
+
+    def _swap_many(self, raw: Any) -> Any:
+        saved = self._everywhere()
+        if isinstance(raw, _Everywhere):
+            self._install(raw, saved)
+        else:
+            torch._C._cuda_setStream(*raw)  # makes its device current, too
+        return saved
+
+    def _restore_many(self, saved: Any) -> Any:
+        now = self._everywhere()
+        self._install(saved, now)
+        return now
+
+    def _install(self, wanted: _Everywhere, now: _Everywhere) -> None:
+        for raw, old in zip(wanted.raws, now.raws, strict=True):
+            if raw != old:
+                torch._C._cuda_setStream(*raw)
+        # Not cudaSetDevice: it would make a context on a device that nobody has used.
+        torch._C._cuda_maybeExchangeDevice(wanted.device)
+
+    def current(self) -> Stream:
+        return self.adopt(torch._C._cuda_getCurrentStream(self._index))
+
+    def adopt(self, native: Any) -> Stream:
+        if isinstance(native, _Everywhere):
+            native = native.raws[self._index]
+        raw = native
+        if not isinstance(native, tuple):
+            raw = (native.stream_id, native.device_index, native.device_type)
+        known = self._known.get(raw)
+        if known is not None:
+            return known
+        if native is raw:
+            native = torch.cuda.Stream(stream_id=raw[0], device_index=raw[1], device_type=raw[2])
+        stream = Stream(self.device, raw, native)
+        if raw[0] == 0:
+            self._known[raw] = stream
+        return stream
+
+    def is_default(self, stream: Stream) -> bool:
+        return bool(stream.raw[0] == 0)
+
+    # -- verbs with a default ----------------------------------------------------------------------
+
+    def recycle(self, event: Event) -> None:
+        self._events.append(event)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        if tensor.device == self.device:
+            tensor.record_stream(stream.native)
+
+    def capturing(self) -> bool:
+        return torch._C._cuda_isCurrentStreamCapturing()
+
+    def relaxed(self) -> Any:
+        if self.entries is None:
+            return _NOTHING
+        return _Relaxed(self.entries.exchange_mode)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+        entries = getattr(self, "entries", None)
+        if entries is not None:
+            entries.exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize_device(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def result_memory(self, like: torch.Tensor, budget: int) -> torch.Tensor | None:
+        nbytes = like.numel() * like.element_size()
+        held = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        if held + nbytes > budget:
+            return None
+        try:
+            return torch.empty_like(like, device="cpu", pin_memory=True)
+        except RuntimeError:  # no page-locked memory to be had: ordinary memory is slower, not wrong
+            return None
+
+    def lost(self, error: BaseException) -> bool:
+        code = getattr(error, "error_code", None)
+        if code is not None:
+            return int(code) in STICKY
+        return any(text in str(error) for text in STICKY_TEXT)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+class _WaiterThreads:
+    """The callback's place where there is none: a thread blocked on an event per waiting stream."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._jobs: queue.SimpleQueue[tuple[torch.cuda.Event, Signal] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._count = 0
+
+    def arm(self, stream: Stream, signal: Signal) -> None:
+        # torch.Event ignores blocking=True on CUDA; torch.cuda.Event sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream.native)
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                self._count += 1
+                name = f"aiogpu-waiter-{self._count}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._jobs.put((event, signal))
+
+    def _run(self) -> None:
+        self._driver.enter_thread()
+        while (job := self._jobs.get()) is not None:
+            event, signal = job
+            try:
+                event.synchronize()
+            except Exception:  # the fault shows to whoever queries; here only the wake-up counts
+                pass
+            finally:
+                with self._lock:
+                    self._idle += 1
+                signal.post()
+
+    def close(self) -> None:
+        for _ in range(self._count):
+            self._jobs.put(None)
+
+
+def _sanitizer_enabled() -> bool:
+    if os.environ.get("TORCH_CUDA_SANITIZER") == "1":
+        return True
+    module = getattr(torch.cuda, "_sanitizer", None)
+    return bool(module is not None and module.cuda_sanitizer.enabled)

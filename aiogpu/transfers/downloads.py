@@ -1,0 +1,178 @@
+"""Device to host.
+
+Law of this file: a download runs after what the caller's stream held at the call. A small one goes onto that
+stream, into a page-locked slot, and from there into ordinary memory once it has landed. A large one goes to
+a leased copy stream that waits for the caller's, straight into page-locked memory; where that is not to be
+had, through chunks into ordinary memory. For that the staging thread must wait for each chunk, so it
+starts only when the producer has finished: no thread of ours ever waits for users' kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._engine import Engine
+from .._operation import Operation
+from .._runtime import Runtime
+from ..drivers.base import Event, Stream
+from .jobs import Job, dense_copy, give_slots, in_slot, submit_slot_copy, take_slots
+from .plan import Plan, neutral
+from .staging import same_order
+
+__all__ = ["Download"]
+
+
+class Download(Job):
+    """One ``to_host`` or ``item`` call, or a ``copy_`` to the host.
+
+    ``out``: where to, one host tensor per source; ``None``: new memory. ``wrap(hosts, movers)`` makes the
+    result.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        plan: Plan[Any],
+        operation: Operation[Any],
+        *,
+        dtype: torch.dtype | None = None,
+        out: Sequence[torch.Tensor] | None = None,
+        wrap: Callable[[list[torch.Tensor], list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(runtime, plan, operation)
+        self.dtype = dtype
+        self.out = out
+        self.wrap = wrap or plan.rebuild
+
+    def start(self, engine: Engine | None) -> None:
+        if engine is None:
+            # The device's engine is not there yet, but its stream is: what it holds at the call counts.
+            self.in_thread(None, self._run_first)
+            return
+        try:
+            caller = engine.driver.current()
+            if self.small:
+                with neutral():
+                    if self._start_small(engine, caller):
+                        return
+            ready = engine.driver.record(caller)
+        except BaseException as error:
+            self.fail(engine, error)
+            return
+        self.in_thread(engine, partial(self._run_large, engine, caller, ready))
+
+    def _start_small(self, engine: Engine, stream: Stream) -> bool:
+        sources = [dense_copy(self._converted(s)) for s in self.plan.sources()]
+        slots = take_slots(engine, sources)
+        if slots is None:
+            return False
+        try:
+            free = iter(slots)
+            for source in sources:
+                if source.numel():
+                    submit_slot_copy(engine, stream, source, next(free), up=False)
+        finally:
+            event = engine.driver.record(stream)
+            finish = partial(self._unpack, sources, slots)
+            self.land(engine, stream, event, finish, (slots, sources), partial(give_slots, engine, slots))
+        return True
+
+    def _unpack(self, sources: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> Any:
+        """The bytes have landed in the slots: hand out copies, in ordinary memory."""
+        free = iter(slots)
+        hosts = []
+        with neutral():
+            for index, source in enumerate(sources):
+                host = self._destination(index, source)
+                if source.numel():
+                    with torch.inference_mode(host.is_inference()):
+                        host.copy_(in_slot(next(free), source))
+                hosts.append(host)
+            return self.wrap(hosts, [])
+
+    def _destination(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        if self.out is not None:
+            return self.out[index]
+        return torch.empty_like(like, device="cpu")
+
+    def _converted(self, source: torch.Tensor) -> torch.Tensor:
+        """``dtype`` is converted on the device: doing it on the way down falls back to blocking copies."""
+        return source if self.dtype is None else source.to(self.dtype)
+
+    def _run_first(self) -> None:
+        engine = self.runtime.engine_blocking(self._device())
+        caller = engine.driver.current()
+        self._run_large(engine, caller, engine.driver.record(caller))
+
+    def _device(self) -> torch.device | None:
+        return self.plan.plain[0].device if self.plan.plain else None
+
+    def _run_large(self, engine: Engine, caller: Stream, ready: Event) -> None:
+        hosts = self._hosts(engine)
+        if hosts is not None:
+            self._direct(engine, hosts, caller, ready)
+            return
+
+        def start(error: BaseException | None) -> None:
+            if error is not None:
+                self.operation.fail(error)
+            else:
+                self.in_thread(engine, partial(self._staged, engine, caller))
+
+        self.runtime.watch(engine, caller, ready, start, self)
+
+    def _hosts(self, engine: Engine) -> list[torch.Tensor] | None:
+        """Page-locked, dense destinations for everything; ``None`` if it must go through chunks."""
+        if self.out is not None:
+            direct = all(
+                engine.driver.is_pinned(host) and same_order(host, source)
+                for host, source in zip(self.out, self.plan.plain, strict=True)
+            )
+            return list(self.out) if direct and not engine.driver.eager else None
+        budget = engine.settings.pinned_bytes
+        hosts = []
+        for source in self.plan.plain:
+            like = torch.empty_like(source, device="meta", dtype=self.dtype or source.dtype)
+            host = engine.driver.result_memory(like, budget)
+            if host is None:
+                return None
+            hosts.append(host)
+        return hosts
+
+    def _direct(
+        self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event
+    ) -> None:
+        with self.lane(engine, engine.downloads) as lane:
+            engine.driver.wait(lane.stream, ready)
+            engine.driver.recycle(ready)
+            movers = self._move_movers(engine, caller)
+            with engine.driver.on(lane.stream):
+                for host, source in zip(hosts, self.plan.plain, strict=True):
+                    lane.download(host, dense_copy(self._converted(source)))
+            if movers:
+                engine.driver.order(lane.stream, caller)
+            self.land_lane(engine, lane, partial(self._wrapped, hosts, movers))
+
+    def _staged(self, engine: Engine, caller: Stream) -> None:
+        with self.lane(engine, engine.downloads) as lane:
+            movers = self._move_movers(engine, caller)
+            hosts = []
+            with engine.driver.on(lane.stream):
+                for index, source in enumerate(self.plan.plain):
+                    source = dense_copy(self._converted(source))
+                    host = self._destination(index, source)
+                    lane.download_through_chunks(host, source)
+                    hosts.append(host)
+            self.land_lane(engine, lane, partial(self._wrapped, hosts, movers))
+
+    def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:
+        with engine.driver.on(caller):
+            return self.move_movers(lambda mover: mover.to("cpu"))
+
+    def _wrapped(self, hosts: list[torch.Tensor], movers: list[Any]) -> Any:
+        with neutral():
+            return self.wrap(hosts, movers)

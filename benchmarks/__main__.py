@@ -1,0 +1,4 @@
+from benchmarks.run_all import main
+
+if __name__ == "__main__":
+    main()
