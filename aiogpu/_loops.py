@@ -47,8 +47,12 @@ class Door(abc.ABC):
         """Wait until ``waiter`` is settled; raises the error that it is settled with."""
 
     @abc.abstractmethod
+    def settle(self, waiter: Any, error: BaseException | None) -> None:
+        """Wake ``waiter``, on the loop's thread; late calls do nothing."""
+
     def settler(self, waiter: Any) -> Callable[[BaseException | None], None]:
-        """A function for the loop's thread that wakes ``waiter``; late calls do nothing."""
+        """:meth:`settle` as a function of the error alone."""
+        return partial(self.settle, waiter)
 
     @abc.abstractmethod
     def soon(self, fn: Callable[[], object]) -> None:
@@ -71,14 +75,6 @@ class Door(abc.ABC):
     def closed(self) -> bool: ...
 
 
-def _settle_future(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if not future.done():  # else its task was cancelled in the meantime
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-
 class AsyncioDoor(Door):
     """asyncio and uvloop."""
 
@@ -94,8 +90,12 @@ class AsyncioDoor(Door):
     def park(self, waiter: asyncio.Future[None]) -> Awaitable[None]:
         return waiter
 
-    def settler(self, waiter: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
-        return partial(_settle_future, waiter)
+    def settle(self, waiter: asyncio.Future[None], error: BaseException | None) -> None:
+        if not waiter.done():  # else its task was cancelled in the meantime
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
 
     def soon(self, fn: Callable[[], object]) -> None:
         self.token.call_soon(fn, context=self.context)
@@ -215,15 +215,12 @@ class TrioDoor(Door):
         if waiter.error is not None:
             raise waiter.error
 
-    def settler(self, waiter: _TrioWaiter) -> Callable[[BaseException | None], None]:
-        def settle(error: BaseException | None) -> None:
-            if not waiter.done:
-                waiter.done, waiter.error = True, error
-                if waiter.task is not None:
-                    task, waiter.task = waiter.task, None
-                    self._trio.lowlevel.reschedule(task)
-
-        return settle
+    def settle(self, waiter: _TrioWaiter, error: BaseException | None) -> None:
+        if not waiter.done:
+            waiter.done, waiter.error = True, error
+            if waiter.task is not None:
+                task, waiter.task = waiter.task, None
+                self._trio.lowlevel.reschedule(task)
 
     def soon(self, fn: Callable[[], object]) -> None:
         self._due.append(fn)

@@ -47,32 +47,36 @@ class Point:
     never dropped: freeing memory that was recorded on a broken stream can abort the process.
     """
 
-    __slots__ = ("callback", "done", "engine", "event", "keep")
+    __slots__ = ("callback", "done", "engine", "event", "keep", "waiter")
 
     def __init__(
         self,
         engine: Engine,
         event: Event,
-        callback: Callable[[BaseException | None], None] | None,
-        keep: Any,
+        callback: Callable[[BaseException | None], None] | None = None,
+        keep: Any = None,
+        waiter: Any = None,
     ) -> None:
         self.engine = engine
         self.event = event
         self.callback = callback
         self.keep = keep
+        #: A parking place of the reactor's own loop: the short way for a plain wait.
+        self.waiter = waiter
         self.done = False
 
     def finish(self, error: BaseException | None) -> None:
-        if self.done:  # a late or doubled completion: the first one counted
+        """It has completed, or its device is lost. A late or doubled completion does nothing."""
+        if self.done:
             return
+        self.done = True
+        event, self.event = self.event, None
         callback, self.callback = self.callback, None
         if error is None:
-            self.engine.driver.recycle(self.event)
+            self.engine.driver.recycle(event)
             self.keep = None
         else:
-            self.engine.leaked.append(self)
-        self.event = None
-        self.done = True
+            self.engine.leaked.append((event, self.keep))
         if callback is not None:
             callback(None if error is None else fresh(error))
 
@@ -117,6 +121,7 @@ class Reactor:
         self._lanes: dict[Any, _Lane] = {}
         self._relaxed: Callable[[], AbstractContextManager[None]] = nullcontext
         self._busy = False
+        self._submitted = False  # since the last look
         self._last_progress = 0.0
         self._posted = threading.Lock()  # held while a wake-up is on its way: one at a time
 
@@ -129,21 +134,23 @@ class Reactor:
         event: Event,
         callback: Callable[[BaseException | None], None] | None = None,
         keep: Any = None,
+        waiter: Any = None,
     ) -> Point:
-        """Call ``callback`` when ``event``, just recorded on ``stream``, has completed."""
-        point = Point(engine, event, callback, keep)
+        """Call ``callback``, or settle ``waiter``, when ``event``, just recorded on ``stream``, has completed."""
+        point = Point(engine, event, callback, keep, waiter)
         self._add(engine, stream, point)
         return point
 
     def _add(self, engine: Engine, stream: Stream, point: Point) -> None:
-        lane = self._lanes.get(stream.raw)
-        if lane is None:
+        try:
+            lane = self._lanes[stream.raw]
+        except KeyError:
             lane = self._lanes[stream.raw] = _Lane(engine)
             if engine.driver.captures:
                 self._relaxed = engine.driver.relaxed
         lane.points.append(point)
         self.pending += 1
-        self._last_progress = perf_counter()
+        self._submitted = True
         if not self._busy:
             self._start()
 
@@ -191,7 +198,8 @@ class Reactor:
             if perf_counter() > deadline:
                 break
         now = perf_counter()
-        if progress:
+        if progress or self._submitted:
+            self._submitted = False
             self._last_progress = now
         if self.pending == 0:
             self._busy = False
@@ -229,7 +237,10 @@ class Reactor:
             token, lane.armed, lane.token = lane.token, None, None
             if error is None:
                 lane.engine.driver.disarm(token)
+        waiter, point.waiter = point.waiter, None
         point.finish(error)
+        if waiter is not None:
+            self.door.settle(waiter, None if error is None else fresh(error))
 
     def _fault(self, lane: _Lane, cause: Exception) -> None:
         """The device reported an error: a sticky one reaches everybody who waits for the device."""
@@ -287,7 +298,7 @@ class Reactor:
 
     def abandon(self) -> list[Point]:
         """The loop is closed or closing: hand what is still in flight to the notifier."""
-        points: list[Point] = []
+        points: list[Point] = []  # their waiters are gone with the loop
         for lane in list(self._lanes.values()):
             while lane.points:
                 points.append(lane.points.popleft())

@@ -6,6 +6,7 @@ so it is never asked itself: a stream of ours waits for it as it is now, and an 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ._loops import DoorClosed
 from ._runtime import Runtime, current_runtime
 from ._streams import Lease
 from ._tasks import current_task
-from .drivers.base import Event, Stream
+from .drivers.base import Stream
 
 __all__ = ["synchronize"]
 
@@ -43,19 +44,19 @@ async def synchronize(target: Any = None) -> None:
     CaptureError
         Inside a CUDA-graph capture.
     """
-    runtime = current_runtime()
     if target is None:
         task = current_task()
-        engine = task.engine if task is not None else runtime.engine_now(None)
-        if engine is None:
-            engine = await runtime.engine(None)
-        _refuse_capture(engine)
-        stream = engine.driver.current()
-        await _reach(runtime, engine, stream, engine.driver.record(stream))
-        if task is not None and task.operations:
-            for operation in list(task.operations):
-                await operation._finished(runtime.reactor.door)
-    elif isinstance(target, torch.device | str | int) and not isinstance(target, bool):
+        if task is not None:
+            await _reach(task.runtime, task.engine)
+            if task.operations:
+                for operation in list(task.operations):
+                    await operation._finished(task.runtime.reactor.door)
+        else:
+            runtime = current_runtime()
+            await _reach(runtime, await runtime.engine(None))
+        return
+    runtime = current_runtime()
+    if isinstance(target, torch.device | str | int) and not isinstance(target, bool):
         engine = await runtime.engine(normalize(target))
         _refuse_capture(engine)
         await _device(runtime, engine)
@@ -64,8 +65,7 @@ async def synchronize(target: Any = None) -> None:
     elif isinstance(target, torch.Stream | torch.cuda.Stream):
         engine = await runtime.engine(normalize(target.device))
         _refuse_capture(engine)
-        stream = engine.driver.adopt(target)
-        await _reach(runtime, engine, stream, engine.driver.record(stream))
+        await _reach(runtime, engine, engine.driver.adopt(target))
     else:
         raise TypeError(
             f"synchronize() takes nothing, a torch.cuda.Stream, a torch.cuda.Event or a device, not a "
@@ -73,13 +73,20 @@ async def synchronize(target: Any = None) -> None:
         )
 
 
-async def _reach(runtime: Runtime, engine: Engine, stream: Stream, event: Event) -> None:
-    """Park until ``event``, just recorded on ``stream``, has completed."""
+def _reach(runtime: Runtime, engine: Engine, stream: Stream | None = None) -> Awaitable[None]:
+    """What to await until ``stream`` (default: the current one) has finished what it holds now."""
+    if engine.lost is not None:
+        engine.check()
+    driver = engine.driver
+    if driver.capturing():
+        _refuse_capture(engine)
+    if stream is None:
+        stream = driver.current()
     reactor = runtime.reactor
     door = reactor.door
     waiter = door.waiter()
-    reactor.watch(engine, stream, event, door.settler(waiter))
-    await door.park(waiter)
+    reactor.watch(engine, stream, driver.record(stream), None, None, waiter)
+    return door.park(waiter)
 
 
 async def _event(runtime: Runtime, event: torch.cuda.Event) -> None:
@@ -94,7 +101,7 @@ async def _event(runtime: Runtime, event: torch.cuda.Event) -> None:
     ours = engine.driver.record(lease.stream)
     door = runtime.reactor.door
     waiter = door.waiter()
-    lease.release(runtime.reactor.watch(engine, lease.stream, ours, door.settler(waiter)))
+    lease.release(runtime.reactor.watch(engine, lease.stream, ours, waiter=waiter))
     await door.park(waiter)
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
+from threading import get_ident
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -47,7 +47,7 @@ _current: ContextVar[Task | None] = ContextVar("aiogpu_task", default=None)
 def current_task() -> Task | None:
     """The task whose step is running on this thread; ``None`` in undecorated code."""
     task = _current.get()
-    return task if task is not None and task.running == threading.get_ident() else None
+    return task if task is not None and task.running == get_ident() else None
 
 
 class Task:
@@ -67,7 +67,6 @@ class Task:
         "raw",
         "running",
         "runtime",
-        "saved",
     )
 
     def __init__(
@@ -81,7 +80,6 @@ class Task:
         self.lease = engine.compute.lease(priority)
         #: The current stream as of the last suspension: the lease's, or one chosen in a block.
         self.raw: Any = self.lease.stream.raw
-        self.saved: Any = None
         self.modes = TorchState()
         #: Identity of the thread that runs a step right now, else 0.
         self.running = 0
@@ -93,21 +91,10 @@ class Task:
         self.keep: Any = None
         self.end: Point | None = None
 
-    # -- at every step -----------------------------------------------------------------------------
+    # -- edges -------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        self.saved = self.driver.swap(self.raw)
-        self.modes.resume()
-        self.running = threading.get_ident()
-        if self.ended:
-            self._join_ended()
-
-    def leave(self) -> None:
-        self.running = 0
-        self.modes.suspend()
-        self.raw = self.driver.restore(self.saved)
-
-    def _join_ended(self) -> None:
+    def join_ended(self) -> None:
+        """Before a step: order it after children that have ended since the last one."""
         while self.ended:
             self._after(self.ended.popleft(), self.driver.adopt(self.raw))
 
@@ -121,8 +108,6 @@ class Task:
             if current.raw != self.lease.stream.raw:
                 self.driver.wait(self.lease.stream, event)
 
-    # -- at the first and after the last one ---------------------------------------------------------
-
     def fork(self) -> None:
         """Order this task after what its parent, or the code around it, has submitted."""
         driver, stream = self.driver, self.lease.stream
@@ -132,7 +117,7 @@ class Task:
             sources.append((driver, ambient))
         # A parent that has ended may still be running on the device.
         parent = _current.get()
-        if parent is not None and not parent.driver.eager and parent.running != threading.get_ident():
+        if parent is not None and not parent.driver.eager and parent.running != get_ident():
             sources.append((parent.driver, parent.driver.adopt(parent.raw)))
         for source, before in sources:
             if source is driver:
@@ -174,7 +159,7 @@ class Task:
                 # Finished, and blocking streams order the rest. A mark on the legacy stream would
                 # become an event there when the tensor is freed: a barrier over all compute streams.
                 users = []
-        elif parent.running == threading.get_ident():
+        elif parent.running == get_ident():
             # A plainly awaited child: the parent goes on within this very step.
             users = [parent.driver.current(), parent.lease.stream]
             parent._after(point, users[0])
@@ -189,24 +174,39 @@ class Task:
 
 @types.coroutine
 def _drive(task: Task, coroutine: Coroutine[Any, Any, R]) -> Generator[Any, Any, R]:
-    """Step ``coroutine`` with the task's state in place. Works for send, throw and close alike."""
+    """Step ``coroutine`` with the task's state in place. Works for send, throw and close alike.
+
+    The one place where every microsecond is paid by every await: names are bound outside the loop, and
+    nothing is called that could be written out.
+    """
     __tracebackhide__ = True
+    swap, restore = task.driver.swap, task.driver.restore
+    resume, suspend = task.modes.resume, task.modes.suspend
+    ended = task.ended
     step: Callable[[Any], Any] = coroutine.send
     value: Any = None
     while True:
-        task.enter()
+        saved = swap(task.raw)
+        resume()
+        task.running = get_ident()
         try:
-            try:
-                yielded = step(value)
-            finally:
-                value = None
-                task.leave()
+            if ended:
+                try:
+                    task.join_ended()
+                except Exception as error:  # a lost device: the coroutine shall see it, and clean up
+                    step, value = coroutine.throw, task.engine.blame(error)
+            yielded = step(value)
         except StopIteration as stop:
             result: R = stop.value
             return result
-        step = coroutine.send
+        finally:
+            value = None
+            task.running = 0
+            suspend()
+            task.raw = restore(saved)
         try:
             value = yield yielded
+            step = coroutine.send
         except BaseException as error:
             # GeneratorExit, too: a suspended task that is closed runs its cleanup with its own state
             # in place. Guards that are dropped elsewhere leave their modes on for good.

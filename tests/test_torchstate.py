@@ -104,7 +104,6 @@ MODES: dict[str, Callable[[], Any]] = {
     "function mode": FunctionMode,
     "dispatch mode": DispatchMode,
     "hooks": hooks,
-    "hooks forbidden": lambda: disable_saved_tensors_hooks("not here"),
 }
 # These leave the thread as it is where it is at torch's defaults.
 VISIBLE = [name for name in MODES if name not in ("enable_grad", "inference_mode(False)")]
@@ -469,7 +468,7 @@ modes = st.sampled_from(sorted(MODES))
 operations = st.lists(
     st.one_of(modes, modes, st.just("leave"), st.just("suspend"), st.just("suspend")), max_size=12
 )
-no_hooks = st.sampled_from(sorted(set(MODES) - {"hooks", "hooks forbidden"}))
+no_hooks = st.sampled_from(sorted(set(MODES) - {"hooks"}))
 
 
 @given(
@@ -764,7 +763,6 @@ def test_scrub_names_what_a_job_left_and_brings_back_defaults(name: str) -> None
         "function mode": ["function modes"],
         "dispatch mode": ["dispatch modes"],
         "hooks": ["saved-tensor hooks"],
-        "hooks forbidden": ["saved-tensor hooks"],
     }
     default = ["autocast"] if "autocast" in name else ["autograd modes"]
     assert leaked == part.get(name, default)

@@ -41,6 +41,12 @@ STICKY_TEXT = (
     "context is destroyed",
 )
 
+# torch.cuda.Event's methods without their Python wrappers, which every await would pay for.
+_EventBase: Any = getattr(torch._C, "_CudaEventBase", None)
+_record: Callable[[Any, Any], None] = getattr(_EventBase, "record", None)  # type: ignore[assignment]
+_wait: Callable[[Any, Any], None] = getattr(_EventBase, "wait", None)  # type: ignore[assignment]
+_query: Callable[[Any], bool] = getattr(_EventBase, "query", None)  # type: ignore[assignment]
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BLOCKING, _NON_BLOCKING = 0, 1  # CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING
 
@@ -151,14 +157,14 @@ class CudaDriver(Driver):
             event = self._events.pop()
         except IndexError:
             event = torch.cuda.Event()
-        event.record(stream.native)
+        _record(event, stream.native)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        event.wait(stream.native)
+        _wait(event, stream.native)
 
     def query(self, event: Event) -> bool:
-        ready: bool = event.query()
+        ready: bool = _query(event)
         if ready and self._sanitized:
             event.synchronize()  # returns at once; tells the sanitizer that the host has seen it
         return ready
@@ -248,7 +254,8 @@ class CudaDriver(Driver):
         torch._C._cuda_maybeExchangeDevice(wanted.device)
 
     def current(self) -> Stream:
-        return self.adopt(torch._C._cuda_getCurrentStream(self._index))
+        raw = torch._C._cuda_getCurrentStream(self._index)
+        return self._known.get(raw) or self.adopt(raw)
 
     def adopt(self, native: Any) -> Stream:
         if isinstance(native, _Everywhere):
