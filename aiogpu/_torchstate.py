@@ -325,7 +325,7 @@ class TorchState:
         else:
             own = self._base if self._own is None else self._own
             if own is _NO_GRAD:
-                own = (self._base[0], (False, *self._base[1][1:]), *self._base[2:])
+                own = (self._base[0], (False, False, *self._base[1][2:]), *self._base[2:])  # see _read_autograd
             self._thread = thread = _read_modes(self._base, own)
             _switch(_MODES, thread, own)
         _set_cache(False)
