@@ -1,4 +1,4 @@
-"""Inside a task: another stream for a block, which stream and device are current, and tensors that are shared.
+"""Inside a task: another stream for a block, what is current, and tensors that are shared.
 
 Law of this file: every change of stream is a fork or a join, made with events, so that no block needs to know
 what the other stream is doing.
@@ -24,7 +24,7 @@ __all__ = ["current_stream", "device", "share", "stream"]
 T = TypeVar("T")
 
 
-class stream:  # noqa: N801 - reads as a function: `with aiogpu.stream():`
+class stream:
     """A block of a task on another stream: forked at its start, joined at its end.
 
     ::

@@ -65,9 +65,7 @@ async def gather(*awaitables: Awaitable[Any]) -> tuple[Any, ...]:
     return tuple(results)
 
 
-async def amap(
-    fn: Callable[[T], Awaitable[R]], items: Iterable[T], *, limit: int | None = None
-) -> list[R]:
+async def amap(fn: Callable[[T], Awaitable[R]], items: Iterable[T], *, limit: int | None = None) -> list[R]:
     """Await ``fn(item)`` for every item, at most ``limit`` at once; results in the order of ``items``.
 
     ``items`` is consumed as calls are started, so a generator may be long. The first failure cancels

@@ -190,7 +190,8 @@ class TrioDoor(Door):
 
     def _abort_pump(self, _: Any) -> trio.lowlevel.Abort:
         self._pump_parked = None
-        return self._trio.lowlevel.Abort.SUCCEEDED
+        succeeded: trio.lowlevel.Abort = self._trio.lowlevel.Abort.SUCCEEDED
+        return succeeded
 
     def _kick(self) -> None:
         if self._pump_parked is not None:
@@ -206,10 +207,11 @@ class TrioDoor(Door):
             await lowlevel.checkpoint()
         else:
             waiter.task = lowlevel.current_task()
+            succeeded: trio.lowlevel.Abort = lowlevel.Abort.SUCCEEDED
 
             def abort(_: Any) -> trio.lowlevel.Abort:
                 waiter.task = None
-                return self._trio.lowlevel.Abort.SUCCEEDED
+                return succeeded
 
             await lowlevel.wait_task_rescheduled(abort)
         if waiter.error is not None:

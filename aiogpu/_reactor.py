@@ -136,7 +136,7 @@ class Reactor:
         keep: Any = None,
         waiter: Any = None,
     ) -> Point:
-        """Call ``callback``, or settle ``waiter``, when ``event``, just recorded on ``stream``, has completed."""
+        """When ``event``, just recorded on ``stream``, completes: call ``callback``, settle ``waiter``."""
         point = Point(engine, event, callback, keep, waiter)
         self._add(engine, stream, point)
         return point
@@ -227,8 +227,8 @@ class Reactor:
                         faults.append((lane, error))
         for lane, point in ready:
             self._finish(lane, point, None)
-        for lane, error in faults:
-            self._fault(lane, error)
+        for lane, fault in faults:
+            self._fault(lane, fault)
         return bool(ready or faults)
 
     def _finish(self, lane: _Lane, point: Point, error: BaseException | None) -> None:

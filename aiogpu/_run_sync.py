@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -22,14 +22,10 @@ from ._runtime import Runtime, current_runtime
 from ._streams import Lease
 from ._tasks import current_task
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    Arguments = TypeVarTuple("Arguments")
-
 __all__ = ["run_sync"]
 
 R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
 class _Call:
@@ -74,8 +70,8 @@ class _Call:
 
 
 async def run_sync(
-    fn: Callable[[Unpack[Arguments]], R],
-    *args: Unpack[Arguments],
+    fn: Callable[[*Arguments], R],
+    *args: *Arguments,
     abandon_on_cancel: bool = False,
     limiter: anyio.CapacityLimiter | None = None,
 ) -> R:

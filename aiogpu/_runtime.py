@@ -267,8 +267,9 @@ class Runtime:
     def reactor(self) -> Reactor:
         if self._reactor is None or self.closed:
             raise RuntimeError(
-                "this Runtime is closed" if self.closed else "this Runtime has not been entered: "
-                "`async with aiogpu.Runtime() as runtime:`"
+                "this Runtime is closed"
+                if self.closed
+                else "this Runtime has not been entered: `async with aiogpu.Runtime() as runtime:`"
             )
         return self._reactor
 

@@ -1,8 +1,8 @@
 """Coroutine ↔ stream: every call of a task runs on a leased stream, with torch state of its own.
 
-Law of this file: a task is an ordinary coroutine. :func:`_drive` stands between it and the event loop: at every
-step it puts the task's stream and torch modes in place, and the thread's own back afterwards, and yields
-on what the coroutine yields. So every framework works that can run a coroutine.
+Law of this file: a task is an ordinary coroutine. :func:`_drive` stands between it and the event loop: at
+every step it puts the task's stream and torch modes in place, and the thread's own back afterwards, and
+yields on what the coroutine yields. So every framework works that can run a coroutine.
 
 Fork and join are edges between streams, found by themselves. A context variable names the logical task;
 every way of starting a coroutine copies or shares its parent's context, so a child finds its parent at its
@@ -317,9 +317,7 @@ def _with_status(
 
 
 @overload
-def task(
-    fn: Callable[P, Coroutine[Any, Any, R]], /
-) -> Callable[P, Coroutine[Any, Any, R]]: ...
+def task(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
 
 @overload

@@ -10,7 +10,7 @@ and dtype of each device type, nesting), torch-dispatch modes, saved-tensor hook
 Not noticed by itself, because every look costs every step of every task 70 ns: one of `_SETTINGS` other than
 grad mode, an autocast of another device type than CUDA or a dtype set by hand (`torch.autocast` shows in the
 nesting), a message against saved-tensor hooks, changed across an await while none of the above is set. It
-stays with the thread, as in plain torch. Worker threads get it (`Snapshot`) and lose it (`scrub`) all the same.
+stays with the thread, as in plain torch. Worker threads get it (`Snapshot`) and lose it (`scrub`), too.
 
 Not carried. Nothing is ever suspended inside: functorch's levels, jit and export tracing, Python dispatcher,
 DisableTorchFunction. The process owns it: anomaly mode, forward-AD levels, sdpa and other backend settings,
@@ -41,7 +41,9 @@ _inference: Callable[[], bool] = _C.is_inference_mode_enabled
 _deeper: Callable[[], int] = _C.autocast_increment_nesting
 _shallower: Callable[[], int] = _C.autocast_decrement_nesting
 _set_grad: Callable[[bool], None] = _C._set_grad_enabled
-_cuda_autocast: Callable[[], bool] = _C.is_autocast_enabled  # without arguments; half the cost of asking for any
+_cuda_autocast: Callable[[], bool] = (
+    _C.is_autocast_enabled
+)  # without arguments; half the cost of asking for any
 _any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 _function_depth: Callable[[], int] = _C._len_torch_function_stack
 _dispatch_depth: Callable[[], int] = _C._len_torch_dispatch_stack
@@ -325,7 +327,11 @@ class TorchState:
         else:
             own = self._base if self._own is None else self._own
             if own is _NO_GRAD:
-                own = (self._base[0], (False, False, *self._base[1][2:]), *self._base[2:])  # see _read_autograd
+                own = (
+                    self._base[0],
+                    (False, False, *self._base[1][2:]),
+                    *self._base[2:],
+                )  # see _read_autograd
             self._thread = thread = _read_modes(self._base, own)
             _switch(_MODES, thread, own)
         _set_cache(False)

@@ -19,6 +19,7 @@ its verbs, such as holding a stream, is a hook of the class.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -172,7 +173,7 @@ class DriverConformance:
         end = self.here(driver, torch.zeros_like(values))
         stream = driver.open_stream(kind)
         release = self.hold(driver, stream)
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in itertools.pairwise(chain):
             driver.copy(after, before, stream)
         driver.copy(end, chain[-1], stream)
         event = driver.record(stream)
@@ -561,7 +562,8 @@ class DriverConformance:
             assert self.finished(driver, driver.record(driver.open_stream("copy")))
 
     @pytest.mark.parametrize(
-        "error", [ValueError("a bad shape"), RuntimeError("size mismatch"), torch.OutOfMemoryError("no memory")]
+        "error",
+        [ValueError("a bad shape"), RuntimeError("size mismatch"), torch.OutOfMemoryError("no memory")],
     )
     def test_ordinary_errors_do_not_mean_that_the_device_is_lost(
         self, driver: Driver, error: Exception

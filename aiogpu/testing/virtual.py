@@ -361,9 +361,7 @@ class VirtualDevice(Driver):
         queue.clock[queue.number] = queue.clock.get(queue.number, 0) + 1
         return dict(queue.clock)
 
-    def _check(
-        self, queue: _Queue, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
-    ) -> None:
+    def _check(self, queue: _Queue, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         if not self.races:
             return
         clock = self._tick(queue)

@@ -39,9 +39,7 @@ def to_device(
 
 
 @overload
-def to_device(
-    data: T, device: Device | None = None, *, dtype: torch.dtype | None = None
-) -> Operation[T]: ...
+def to_device(data: T, device: Device | None = None, *, dtype: torch.dtype | None = None) -> Operation[T]: ...
 
 
 def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | None = None) -> Any:
@@ -408,5 +406,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("aiogpu."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-

@@ -143,9 +143,7 @@ class Download(Job):
             hosts.append(host)
         return hosts
 
-    def _direct(
-        self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event
-    ) -> None:
+    def _direct(self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event) -> None:
         with self.lane(engine, engine.downloads) as lane:
             engine.driver.wait(lane.stream, ready)
             engine.driver.recycle(ready)

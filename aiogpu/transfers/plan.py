@@ -1,7 +1,7 @@
 """What one transfer has to move: users' data as plain tensors, and the way back.
 
-Law of this file: made at the call, on the loop's thread, without copying anything. :meth:`Plan.sources` may copy (foreign byte order) and belongs to
-worker threads, unless the arrays are small.
+Law of this file: a plan is made at the call, on the loop's thread, without copying anything.
+:meth:`Plan.sources` may copy (foreign byte order) and belongs to worker threads, unless arrays are small.
 """
 
 from __future__ import annotations
