@@ -84,6 +84,8 @@ class stream:
             raise CaptureError("aiogpu.stream() cannot fork a stream that is being captured into a graph")
         self._before = driver.current()
         self._task = task
+        if self._native is None and not engine.compute.is_open(self._priority):
+            engine.compute.open(self._priority)  # 0 and -1 are; a block cannot await the others
         if self._native is not None:
             self._stream = driver.adopt(self._native)
         else:

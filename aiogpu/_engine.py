@@ -74,8 +74,9 @@ class Engine:
         self.uploads = StreamPool(driver, "copy", 4)
         # A download waits for its producer on its copy stream: more streams, fewer that wait behind
         # a producer that is not theirs.
-        self.downloads = StreamPool(driver, "copy", 16)
-        self.sides = StreamPool(driver, "copy", 32)
+        self.downloads = StreamPool(driver, "copy", 12)
+        # Streams that wait for users' events.
+        self.sides = StreamPool(driver, "copy", 8)
         self.slots = BlockPool(driver.pinned, SLOT_BYTES, _SLOTS)
         self.chunks = BlockPool(driver.pinned, CHUNK_BYTES, max(2, settings.staging_bytes // CHUNK_BYTES))
         cores = os.cpu_count() or 1
@@ -83,10 +84,13 @@ class Engine:
         self.workers = WorkerPool("worker", 10_000, driver.enter_thread)  # bounded by limiters
 
     def warm_up(self) -> None:
-        """Open the streams and page-lock the slots now, rather than on a loop's thread later."""
-        self.compute.open(self.settings.streams)
-        self.uploads.open(2)
-        self.downloads.open(4)
+        """Open all streams and page-lock the slots, off the loop's thread.
+
+        Opening a stream takes 10 µs, but now and then the driver makes it wait for the device to be idle.
+        """
+        for pool in (self.compute, self.uploads, self.downloads, self.sides):
+            pool.open()
+        self.compute.open(-1)
         self.slots.reserve(_SLOTS)
 
     @property

@@ -36,7 +36,7 @@ __all__ = ["Point", "Reactor"]
 _BUDGET = 0.0005
 
 #: Points resolved between two looks at the clock.
-_BATCH = 64
+_BATCH = 128
 
 
 class Point:
@@ -138,14 +138,13 @@ class Reactor:
     ) -> Point:
         """When ``event``, just recorded on ``stream``, completes: call ``callback``, settle ``waiter``."""
         point = Point(engine, event, callback, keep, waiter)
-        self._add(engine, stream, point)
+        self._add(engine, stream.raw, point)
         return point
 
-    def _add(self, engine: Engine, stream: Stream, point: Point) -> None:
-        try:
-            lane = self._lanes[stream.raw]
-        except KeyError:
-            lane = self._lanes[stream.raw] = _Lane(engine)
+    def _add(self, engine: Engine, raw: Any, point: Point) -> None:
+        lane = self._lanes.get(raw)
+        if lane is None:
+            lane = self._lanes[raw] = _Lane(engine)
             if engine.driver.captures:
                 self._relaxed = engine.driver.relaxed
         lane.points.append(point)
@@ -179,7 +178,7 @@ class Reactor:
                 engine, stream, point = self.inbox.popleft()
             except IndexError:
                 return
-            self._add(engine, stream, point)
+            self._add(engine, stream.raw, point)
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -193,9 +192,9 @@ class Reactor:
         self.looks += 1
         deadline = perf_counter() + _BUDGET
         progress = False
-        while self._resolve():
+        while finished := self._resolve():
             progress = True
-            if perf_counter() > deadline:
+            if finished < _BATCH or perf_counter() > deadline:
                 break
         now = perf_counter()
         if progress or self._submitted:
@@ -208,8 +207,8 @@ class Reactor:
         else:
             self._sleep()
 
-    def _resolve(self) -> bool:
-        """Ask each stream's head, and finish what has completed. Was it a full batch?"""
+    def _resolve(self) -> int:
+        """Ask each stream's head, and finish what has completed: how many that were."""
         ready: list[tuple[_Lane, Point]] = []
         faults: list[tuple[_Lane, Exception]] = []
         # One bracket around all queries: leaving another thread's graph capture alone costs 1.5 µs.
@@ -219,28 +218,28 @@ class Reactor:
                 if points:
                     query = lane.engine.driver.query
                     try:
-                        while points and query(points[0].event):
+                        while query(points[0].event):
                             ready.append((lane, points.popleft()))
-                            if len(ready) >= _BATCH:
+                            if not points or len(ready) >= _BATCH:
                                 break
                     except Exception as error:
                         faults.append((lane, error))
+        self.pending -= len(ready)
+        settle = self.door.settle
         for lane, point in ready:
-            self._finish(lane, point, None)
+            if point is lane.armed:
+                self._disarm(lane)
+            waiter = point.waiter
+            point.finish(None)
+            if waiter is not None:
+                settle(waiter, None)
         for lane, fault in faults:
             self._fault(lane, fault)
-        return bool(ready or faults)
+        return len(ready) + len(faults)
 
-    def _finish(self, lane: _Lane, point: Point, error: BaseException | None) -> None:
-        self.pending -= 1
-        if point is lane.armed:
-            token, lane.armed, lane.token = lane.token, None, None
-            if error is None:
-                lane.engine.driver.disarm(token)
-        waiter, point.waiter = point.waiter, None
-        point.finish(error)
-        if waiter is not None:
-            self.door.settle(waiter, None if error is None else fresh(error))
+    def _disarm(self, lane: _Lane) -> None:
+        token, lane.armed, lane.token = lane.token, None, None
+        lane.engine.driver.disarm(token)
 
     def _fault(self, lane: _Lane, cause: Exception) -> None:
         """The device reported an error: a sticky one reaches everybody who waits for the device."""
@@ -248,12 +247,23 @@ class Reactor:
         # Taken before anything is resolved: the oldest are the likeliest culprits.
         oldest = [repr(operation) for operation in islice(self.operations, 3)]
         error = engine.fault(cause, oldest)
-        doomed = [lane]
-        if isinstance(error, DeviceLostError):
-            doomed = [other for other in self._lanes.values() if other.engine is engine]
-        for each in doomed:
-            for _ in range(len(each.points) if engine.lost else min(1, len(each.points))):
-                self._finish(each, each.points.popleft(), error)
+        if not isinstance(error, DeviceLostError):
+            self._fail(lane, 1, error)  # it belongs to whoever was asked about
+            return
+        for other in list(self._lanes.values()):
+            if other.engine is engine:
+                self._fail(other, len(other.points), error)
+
+    def _fail(self, lane: _Lane, count: int, error: BaseException) -> None:
+        for _ in range(min(count, len(lane.points))):
+            point = lane.points.popleft()
+            self.pending -= 1
+            if point is lane.armed:
+                lane.armed = lane.token = None  # its notification may still come: nobody reuses it
+            waiter, point.waiter = point.waiter, None
+            point.finish(error)
+            if waiter is not None:
+                self.door.settle(waiter, fresh(error))
 
     # -- sleeping ----------------------------------------------------------------------------------
 
@@ -268,13 +278,15 @@ class Reactor:
                 self._arm(lane)
 
     def _arm(self, lane: _Lane) -> None:
-        # A lane whose armed point is not its head has none armed: heads leave through _finish.
-        lane.armed = lane.points[0]
-        self.notifications += 1
+        # A lane whose armed point is not its head has none armed: heads leave through _disarm.
+        point = lane.points[0]
         try:
-            lane.token = lane.engine.driver.arm(lane.armed.event, lane.engine.signal)
+            token = lane.engine.driver.arm(point.event, lane.engine.signal)
         except Exception:
-            lane.token = None  # the watchdog's look will meet the same error, at a query
+            return  # the watchdog's look will meet the same error, at a query
+        if token is not None:
+            self.notifications += 1
+            lane.armed, lane.token = point, token
 
     def wake(self) -> None:
         """Somebody may have completed. From any thread; several calls make one look."""

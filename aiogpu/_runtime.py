@@ -297,10 +297,10 @@ class Runtime:
         """The engine of ``device``; the first time it is made in a worker thread."""
         engine = self.engine_now(device)
         if engine is None:
-            engine = await self._in_starter(partial(self.engine_blocking, device))
+            engine = await self.in_starter(partial(self.engine_blocking, device))
         return engine
 
-    async def _in_starter(self, fn: Callable[[], R]) -> R:
+    async def in_starter(self, fn: Callable[[], R]) -> R:
         """Run ``fn`` on a thread that belongs to no engine: there may be none yet."""
         door = self.reactor.door
         waiter = door.waiter()

@@ -1,4 +1,4 @@
-"""Streams: leased newest first, shared in order when there are not enough.
+"""Streams: opened ahead, leased newest first, shared in order when there are not enough.
 
 Law of this file: a lease is given back when its holder has *submitted* its last work; the stream counts as
 idle only when the device has finished it. A stream that is shared runs its users' work in the order of
@@ -59,7 +59,7 @@ class Lease:
 
 
 class StreamPool:
-    """Up to ``limit`` streams of one kind per priority, opened as they are needed."""
+    """``limit`` streams of one kind for each priority."""
 
     def __init__(self, driver: Driver, kind: StreamKind, limit: int) -> None:
         self.limit = limit
@@ -70,30 +70,31 @@ class StreamPool:
         self._slots: dict[int, list[_Slot]] = {}
         self._lock = threading.Lock()
 
-    def lease(self, priority: int = 0) -> Lease:
-        """A stream of this priority: an idle one, else a new one, else the least shared."""
+    def is_open(self, priority: int) -> bool:
+        """Can streams of this priority be leased?"""
+        return priority in self._slots
+
+    def open(self, priority: int = 0) -> None:
+        """Open the streams of one priority. May wait for the device: not on a loop's thread."""
         with self._lock:
-            slots = self._slots.setdefault(priority, [])
+            if priority not in self._slots:
+                opened = [_Slot(self._driver.open_stream(self._kind, priority)) for _ in range(self.limit)]
+                self._slots[priority] = opened
+
+    def lease(self, priority: int = 0) -> Lease:
+        """A stream of an open priority: the newest idle one, else the least shared."""
+        with self._lock:
+            slots = self._slots[priority]
             slot = next((s for s in reversed(slots) if s.idle), None)
-            if slot is None and len(slots) < self.limit:
-                slot = _Slot(self._driver.open_stream(self._kind, priority))
-                slots.append(slot)
             if slot is None:
                 slot = min(slots, key=lambda s: s.users)
-                self.shared += 1
+                self.shared += slot.users > 0
             elif slots[-1] is not slot:
                 slots.remove(slot)
                 slots.append(slot)
             slot.users += 1
             self.leases += 1
             return Lease(self, slot)
-
-    def open(self, count: int, priority: int = 0) -> None:
-        """Open ``count`` streams ahead of use (opening one costs about 80 µs)."""
-        with self._lock:
-            slots = self._slots.setdefault(priority, [])
-            while len(slots) < min(count, self.limit):
-                slots.append(_Slot(self._driver.open_stream(self._kind, priority)))
 
     @property
     def opened(self) -> int:

@@ -99,7 +99,8 @@ class Driver(abc.ABC):
     def arm(self, event: Event, signal: Signal) -> Any:
         """Post ``signal`` once when ``event`` completes, without holding up the event's stream.
 
-        Returns a token to give to :meth:`disarm` once the event was *seen* complete.
+        Returns a token to give to :meth:`disarm` once the event was *seen* complete; ``None`` when no
+        notification could be had now, and one should be asked for again later.
         """
 
     @abc.abstractmethod

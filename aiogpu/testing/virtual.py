@@ -243,6 +243,7 @@ class VirtualDevice(Driver):
                 self._notify(signal)
             else:
                 event.listeners.append(signal)
+        return event
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         def run() -> None:
@@ -371,12 +372,12 @@ class VirtualDevice(Driver):
             return clock.get(stream, 0) >= time
 
         for tensor in reads:
-            place = tensor.untyped_storage().data_ptr()
+            place = self._place(tensor)
             if place in self._writes and not seen(*self._writes[place]):
                 raise RaceError(f"stream {queue.number} reads what stream {self._writes[place][0]} writes")
             self._reads.setdefault(place, {})[queue.number] = now
         for tensor in writes:
-            place = tensor.untyped_storage().data_ptr()
+            place = self._place(tensor)
             unseen = [s for s, t in self._reads.get(place, {}).items() if not seen(s, t)]
             if place in self._writes and not seen(*self._writes[place]):
                 unseen.append(self._writes[place][0])
@@ -385,9 +386,14 @@ class VirtualDevice(Driver):
             self._writes[place] = (queue.number, now)
             self._reads.pop(place, None)
 
+    def _place(self, tensor: torch.Tensor) -> int:
+        """What names a tensor's memory: its storage, but a staging block is a piece of a larger one."""
+        storage = tensor.untyped_storage().data_ptr()
+        return tensor.data_ptr() if storage in self._pinned else storage
+
     def forget(self, tensor: torch.Tensor) -> None:
         """The host wrote ``tensor`` or reuses its memory: older accesses say nothing about it."""
-        place = tensor.untyped_storage().data_ptr()
+        place = self._place(tensor)
         self._writes.pop(place, None)
         self._reads.pop(place, None)
 

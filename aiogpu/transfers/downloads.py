@@ -56,7 +56,7 @@ class Download(Job):
         try:
             caller = engine.driver.current()
             if self.small:
-                with neutral():
+                with neutral(), engine.driver.relaxed():
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)

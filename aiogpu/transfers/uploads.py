@@ -41,7 +41,7 @@ class Upload(Job):
     def start(self, engine: Engine | None) -> None:
         caller = engine.driver.current() if engine is not None else None
         if engine is not None and caller is not None and self.small:
-            with neutral():
+            with neutral(), engine.driver.relaxed():
                 try:
                     if self._start_small(engine, caller):
                         return
@@ -121,7 +121,7 @@ class UploadInto(Job):
         caller = engine.driver.current()
         try:
             if self.small:
-                with neutral():
+                with neutral(), engine.driver.relaxed():
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)
