@@ -21,7 +21,7 @@ from ._streams import StreamPool
 from ._workers import WorkerPool
 from .drivers.base import Driver
 from .drivers.cpu import CpuDriver
-from .transfers.pinned import BlockPool
+from .transfers.pinned import BlockPool, Budget
 
 __all__ = ["Engine", "EngineSettings", "default_device", "find_engine", "install_engine", "make_engine"]
 
@@ -77,6 +77,7 @@ class Engine:
         self.downloads = StreamPool(driver, "copy", 12)
         # Streams that wait for users' events.
         self.sides = StreamPool(driver, "copy", 8)
+        self.results = Budget(settings.pinned_bytes)
         self.slots = BlockPool(driver.pinned, SLOT_BYTES, _SLOTS)
         self.chunks = BlockPool(driver.pinned, CHUNK_BYTES, max(2, settings.staging_bytes // CHUNK_BYTES))
         cores = os.cpu_count() or 1
@@ -228,6 +229,12 @@ def settled_default() -> torch.device | None:
 
 def normalize(device: torch.device | str | int) -> torch.device:
     """``device`` with its index; raises ``ValueError``/``TypeError`` for what cannot be a device."""
+    if isinstance(device, int) and not 0 <= device < max(1, torch.cuda.device_count()):
+        # torch would keep the lowest byte: a stream's handle could become cuda:0.
+        raise ValueError(
+            f"there is no device {device}. Integers are device indices, never handles: wrap a stream's "
+            "handle in torch.cuda.ExternalStream(handle)"
+        )
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,7 @@ class Reactor:
         self._relaxed: Callable[[], AbstractContextManager[None]] = nullcontext
         self._busy = False
         self._submitted = False  # since the last look
+        self._abandoned = False
         self._last_progress = 0.0
         self._posted = threading.Lock()  # held while a wake-up is on its way: one at a time
 
@@ -173,6 +175,8 @@ class Reactor:
         return point
 
     def _take_in(self) -> None:
+        if self._abandoned:
+            self.abandon()
         while self.inbox:
             try:
                 engine, stream, point = self.inbox.popleft()
@@ -309,8 +313,9 @@ class Reactor:
     # -- the end -----------------------------------------------------------------------------------
 
     def abandon(self) -> list[Point]:
-        """The loop is closed or closing: hand what is still in flight to the notifier."""
-        points: list[Point] = []  # their waiters are gone with the loop
+        """The loop is closed, or no longer ours: hand what is still in flight to the notifier."""
+        self._abandoned = True
+        points: list[Point] = []
         for lane in list(self._lanes.values()):
             while lane.points:
                 points.append(lane.points.popleft())
@@ -321,6 +326,17 @@ class Reactor:
                 break
         self.pending = 0
         self.sleeping = False
+        for point in points:
+            if point.waiter is not None:
+                # The loop may go on without us (an explicit runtime was left): its waiters, too.
+                waiter, point.waiter = point.waiter, None
+                point.callback = partial(self._settle_late, waiter)
         if points:
             points[0].engine.notifier.adopt(points)
         return points
+
+    def _settle_late(self, waiter: Any, error: BaseException | None) -> None:
+        try:
+            self.door.post(partial(self.door.settle, waiter, error))
+        except DoorClosed:
+            pass  # the waiter went down with its loop

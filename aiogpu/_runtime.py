@@ -50,7 +50,8 @@ class Stats:
     ``looks``: rounds of polling. ``notifications``: host callbacks that were armed. ``pending``: points
     waited for now. ``operations``: transfers in flight now. ``streams``: compute streams opened;
     ``streams_in_use``, ``leases``, ``shared``: leases now, ever, and those that had to share a stream.
-    ``staging_bytes``: page-locked staging memory, in bytes. ``orphans``: points whose loop has closed.
+    ``staging_bytes``: page-locked staging memory, in bytes; ``result_bytes``: page-locked results that
+    users hold. ``orphans``: points whose loop has closed.
     """
 
     looks: int
@@ -63,6 +64,7 @@ class Stats:
     shared: int
     staging_bytes: int
     staging_bytes_in_use: int
+    result_bytes: int
     orphans: int
     wake: str
 
@@ -346,6 +348,7 @@ class Runtime:
             shared=pool.shared if pool else 0,
             staging_bytes=sum(pool.allocated_bytes for pool in blocks),
             staging_bytes_in_use=sum(pool.used_bytes for pool in blocks),
+            result_bytes=engine.results.held if engine else 0,
             orphans=_engine._notifier().orphans,
             wake=engine.driver.wake_mechanism if engine else "not started",
         )

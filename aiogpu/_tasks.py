@@ -153,12 +153,12 @@ class Task:
             parent = parent.parent
         if parent is None:
             users = [self.driver.current()]
-            if not self.driver.legacy_orders:
-                self.driver.wait(users[0], point.event)
-            elif self.driver.is_default(users[0]):
-                # Finished, and blocking streams order the rest. A mark on the legacy stream would
-                # become an event there when the tensor is freed: a barrier over all compute streams.
+            if self.driver.legacy_orders and self.driver.is_default(users[0]):
+                # Blocking streams order it. A mark on the legacy stream would become an event there
+                # when the tensor is freed: a barrier over all compute streams.
                 users = []
+            elif point.event is not None:
+                self.driver.wait(users[0], point.event)
         elif parent.running == get_ident():
             # A plainly awaited child: the parent goes on within this very step.
             users = [parent.driver.current(), parent.lease.stream]

@@ -18,7 +18,7 @@ from _contenders import Enqueue, callbacks, surroundings
 from _harness import cycles, main, p50, run
 from _report import Row, at_most
 
-KERNELS = 300  # with an event or callback each and the long kernel below the 1020 commands a stream accepts
+KERNELS = 150  # a callback takes several of the 1020 commands that a stream accepts
 CHUNKS, QUICK_CHUNKS = 7, 3
 KERNEL_US = 20
 HOLDS_US = (15_000, 60_000, 240_000)  # longer than it takes to queue a chunk, or the next one

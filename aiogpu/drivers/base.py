@@ -20,7 +20,7 @@ Guarantees that the conformance suite (:mod:`aiogpu.testing.conformance`) checks
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -187,13 +187,14 @@ class Driver(abc.ABC):
         """Can the device copy from or to this host tensor without staging?"""
         return True
 
-    def result_memory(self, like: torch.Tensor, budget: int) -> torch.Tensor | None:
-        """Page-locked memory for a result of ``like``'s shape and dtype, dense in ``like``'s order.
+    def result_memory(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Page-locked host memory for a result, dense in the order that ``stride`` tells.
 
-        ``None`` when page-locked memory held by users would exceed ``budget`` bytes, or none is to be
-        had: the caller then uses ordinary memory. Worker threads only.
+        ``None`` when there is none to be had: the caller then uses ordinary memory. Worker threads only.
         """
-        return torch.empty_like(like, device="cpu")
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
     def lost(self, error: BaseException) -> bool:
         """Does ``error`` mean that the device's context is broken for good?"""

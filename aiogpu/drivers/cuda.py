@@ -17,7 +17,7 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -327,13 +327,12 @@ class CudaDriver(Driver):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
-    def result_memory(self, like: torch.Tensor, budget: int) -> torch.Tensor | None:
-        nbytes = like.numel() * like.element_size()
-        held = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        if held + nbytes > budget:
-            return None
+    def result_memory(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        # From torch's own allocator, which knows about the copies that users make from it later.
         try:
-            return torch.empty_like(like, device="cpu", pin_memory=True)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError:  # no page-locked memory to be had: ordinary memory is slower, not wrong
             return None
 

@@ -520,10 +520,10 @@ class DriverConformance:
     def test_result_memory_has_the_shape_and_order_of_what_it_is_for(
         self, driver: Driver, permute: bool
     ) -> None:
-        like = torch.empty((3, 5, 7), dtype=torch.float16, device="meta")
+        like = torch.empty((3, 5, 7), dtype=torch.float16)
         if permute:
-            like = torch.empty((7, 3, 5), dtype=torch.float16, device="meta").permute(1, 2, 0)
-        memory = driver.result_memory(like, 1 << 30)
+            like = torch.empty((7, 3, 5), dtype=torch.float16).permute(1, 2, 0)
+        memory = driver.result_memory(like.shape, like.stride(), like.dtype)
         assert memory is not None
         assert memory.device.type == "cpu"
         assert (memory.shape, memory.dtype, memory.stride()) == (like.shape, like.dtype, like.stride())

@@ -305,11 +305,6 @@ class VirtualDevice(Driver):
         self._pinned.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def result_memory(self, like: torch.Tensor, budget: int) -> torch.Tensor | None:
-        if like.numel() * like.element_size() > budget:
-            return None
-        return torch.empty_like(like, device="cpu")
-
     def lost(self, error: BaseException) -> bool:
         return isinstance(error, VirtualFault)
 

@@ -19,7 +19,7 @@ from .._engine import Engine
 from .._operation import Operation
 from .._runtime import Runtime
 from ..drivers.base import Event, Stream
-from .jobs import Job, dense_copy, give_slots, in_slot, submit_slot_copy, take_slots
+from .jobs import Job, dense_copy, dense_strides, give_slots, in_slot, submit_slot_copy, take_slots
 from .plan import Plan, neutral
 from .staging import same_order
 
@@ -133,15 +133,26 @@ class Download(Job):
                 for host, source in zip(self.out, self.plan.plain, strict=True)
             )
             return list(self.out) if direct and not engine.driver.eager else None
-        budget = engine.settings.pinned_bytes
         hosts = []
         for source in self.plan.plain:
-            like = torch.empty_like(source, device="meta", dtype=self.dtype or source.dtype)
-            host = engine.driver.result_memory(like, budget)
+            host = self._page_locked(engine, source)
             if host is None:
                 return None
             hosts.append(host)
         return hosts
+
+    def _page_locked(self, engine: Engine, source: torch.Tensor) -> torch.Tensor | None:
+        dtype = self.dtype or source.dtype
+        # Torch's pinned allocator rounds up to a power of two.
+        nbytes = 1 << max(0, source.numel() * dtype.itemsize - 1).bit_length()
+        if not engine.results.claim(nbytes):
+            return None
+        host = engine.driver.result_memory(source.shape, dense_strides(source), dtype)
+        if host is None:
+            engine.results.give_back(nbytes)
+        else:
+            engine.results.track(host, nbytes)
+        return host
 
     def _direct(self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event) -> None:
         with self.lane(engine, engine.downloads) as lane:

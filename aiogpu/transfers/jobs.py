@@ -155,9 +155,23 @@ def in_slot(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return row.as_strided(like.shape, like.stride())
 
 
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of :func:`dense_copy`: the tensor's own order if it is dense, else row-major."""
+    if is_dense(tensor):
+        return tensor.stride()
+    strides = []
+    step = 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it is dense, else a dense copy on its device."""
-    return tensor if is_dense(tensor) else torch.empty_like(tensor).copy_(tensor)
+    """``tensor`` itself if it is dense, else a dense, row-major copy on its device."""
+    if is_dense(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def submit_slot_copy(

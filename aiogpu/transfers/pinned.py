@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "Budget"]
 
 
 class BlockPool:
@@ -107,3 +109,44 @@ class BlockPool:
                 )
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
             return None
+
+
+class Budget:
+    """Counts the page-locked bytes of results for as long as users hold them.
+
+    Torch's pinned allocator has statistics, but they count what it keeps for reuse as well.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held = 0
+        self._lock = threading.Lock()
+        # What was let go. A tensor may be collected in any thread at any point, also by the garbage
+        # collector while this thread holds the lock: so its callback appends, and takes no lock.
+        self._returned: deque[int] = deque()
+
+    def claim(self, nbytes: int) -> bool:
+        """Take ``nbytes`` if they fit; pair with :meth:`track` or :meth:`give_back`."""
+        with self._lock:
+            if self._settled() + nbytes > self.limit:
+                return False
+            self._held += nbytes
+            return True
+
+    def track(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """Give back ``nbytes`` when the last view of ``tensor``'s memory is gone."""
+        weakref.finalize(tensor.untyped_storage(), self._returned.append, nbytes).atexit = False
+
+    def give_back(self, nbytes: int) -> None:
+        self._returned.append(nbytes)
+
+    @property
+    def held(self) -> int:
+        """Bytes of results that users hold."""
+        with self._lock:
+            return self._settled()
+
+    def _settled(self) -> int:
+        while self._returned:
+            self._held -= self._returned.popleft()
+        return self._held
