@@ -252,6 +252,14 @@ def _switch(parts: list[_Part], now: _Modes, then: _Modes) -> None:
 
 _INHERIT: _Modes = ()  # no step yet
 _NO_GRAD: _Modes = ("no_grad",)  # torch's defaults but for grad mode: by far the commonest of the others
+_INFERENCE: _Modes = ("inference_mode",)  # torch's defaults but for inference mode: the next
+
+
+@functools.cache
+def _plain_inference() -> _Value:
+    """What `_read_autograd` says inside inference_mode(), as this torch has it."""
+    with torch.inference_mode():
+        return _read_autograd()
 
 
 class TorchState:
@@ -259,18 +267,19 @@ class TorchState:
 
     Every `resume()` is followed by a `suspend()` on the same thread; pairs nest, and the next pair may be on
     another. A pair costs about 0.9 µs while coroutine and thread are at torch's defaults, 1.1 under no_grad,
-    else 7 to 14.
+    5 in inference mode, else 7 to 14.
 
     A coroutine runs with autocast's weight cache off at every step, even if an earlier one asked for it: the
     cache belongs to the process and knows no streams. A weight cast on one task's stream would be read on
     another's without an edge.
     """
 
-    __slots__ = ("_base", "_cache", "_own", "_thread")
+    __slots__ = ("_base", "_cache", "_own", "_settings", "_thread")
 
     _own: _Modes | None  # the suspended coroutine's modes; None: _base
     _thread: _Modes | None  # the thread's own modes, from a resume() to its suspend(); None: _base
     _base: _Modes | None  # torch's defaults, as the thread of the first step has them
+    _settings: _Value  # the thread's own autograd modes, from the resume() of _INFERENCE to its suspend()
     _cache: bool  # the thread's own flag, from a resume() to its suspend()
 
     def __init__(self) -> None:
@@ -290,12 +299,15 @@ class TorchState:
         self._cache = _cache_enabled()
         own = self._own
         if (
-            (own is None or own is _NO_GRAD)
+            (own is None or own is _NO_GRAD or own is _INFERENCE)
             and _grad() and not _inference() and _deeper() + _shallower() == 1 and not _cuda_autocast()
             and not _function_depth() and not _dispatch_depth() and _top_hooks(True) is None
         ):  # fmt: skip
             if own is _NO_GRAD:
                 _set_grad(False)
+            elif own is _INFERENCE:
+                self._settings = _read_autograd()
+                _force_inference(True)
             _set_cache(False)
             return
         self._resume_slowly()
@@ -304,11 +316,14 @@ class TorchState:
         """Note the coroutine's modes, and put the thread's own back exactly."""
         if (
             self._thread is None
-            and not _inference() and _deeper() + _shallower() == 1 and not _cuda_autocast()
+            and (not _inference() or (self._own is _INFERENCE and not _grad()))
+            and _deeper() + _shallower() == 1 and not _cuda_autocast()
             and not _function_depth() and not _dispatch_depth() and _top_hooks(True) is None
         ):  # fmt: skip
             if _grad():
                 self._own = None
+            elif _inference():
+                _write_autograd(_read_autograd(), self._settings)
             else:
                 self._own = _NO_GRAD
                 _set_grad(True)
@@ -327,11 +342,10 @@ class TorchState:
         else:
             own = self._base if self._own is None else self._own
             if own is _NO_GRAD:
-                own = (
-                    self._base[0],
-                    (False, False, *self._base[1][2:]),
-                    *self._base[2:],
-                )  # see _read_autograd
+                no_grad = (False, False, *self._base[1][2:])  # see _read_autograd
+                own = (self._base[0], no_grad, *self._base[2:])
+            elif own is _INFERENCE:
+                own = (self._base[0], _plain_inference(), *self._base[2:])
             self._thread = thread = _read_modes(self._base, own)
             _switch(_MODES, thread, own)
         _set_cache(False)
@@ -350,6 +364,8 @@ class TorchState:
         thread = self._base if self._thread is None else self._thread
         own = _read_modes(self._base, thread)
         self._own = None if _same(own, self._base) else own
+        if own[1] == _plain_inference() and _same((own[0], self._base[1], *own[2:]), self._base):
+            self._own = _INFERENCE
         self._thread = None
         _switch(_MODES, own, thread)
         _set_cache(self._cache)

@@ -24,10 +24,21 @@ from aiogpu._engine import Engine
 from aiogpu._reactor import Reactor
 from aiogpu.testing import VirtualDevice, virtual_device
 
+pytest.register_assert_rewrite("aiogpu.testing.conformance")
+
 LOOPS = ["asyncio", "trio"] if sys.platform == "win32" else ["asyncio", "uvloop", "trio"]
 
 #: Seconds that a program under test may take. Generous: machines that run tests are busy.
 LIMIT = 20.0
+
+
+def pytest_sessionstart() -> None:
+    # Each test ends with a collection; what torch has made by now need not be looked at every time.
+    # Hypothesis asks the collector who refers to trio's random generator: not after the freeze.
+    import hypothesis  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 # -- event loops -----------------------------------------------------------------------------------
@@ -133,6 +144,34 @@ def anydevice(request: pytest.FixtureRequest) -> Iterator[str]:
             yield "virtual"
     else:
         yield "cpu"
+
+
+class Mover:
+    """Moves a virtual device from a thread of its own, as a GPU moves by itself."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.thread = threading.Thread(target=self._run, name="virtual device")
+        self._device = device
+        self._stop = threading.Event()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.0005):
+            self._device.run_all()
+            self._device.deliver()
+
+    def __enter__(self) -> Mover:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def moving() -> type[Mover]:
+    """``with moving(vd):`` the device moves by itself within the block, in a thread of its own."""
+    return Mover
 
 
 @pytest.fixture

@@ -15,11 +15,13 @@ import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -106,6 +108,12 @@ def mark() -> torch.cuda.Event:
 
 
 # -- data ------------------------------------------------------------------------------------------
+
+
+async def tick(times: int = 1) -> None:
+    """Let everybody else run, so many times."""
+    for _ in range(times):
+        await anyio.lowlevel.checkpoint()
 
 
 def filled(host: torch.Tensor, value: int, what: str) -> None:
@@ -233,8 +241,33 @@ def program(body: str, *, cycles: float, limit: float = 45.0, **env: str) -> End
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"the program hung for {limit} s\n--- stdout\n{error.stdout!r}\n--- stderr\n{error.stderr!r}")
+        said = f"--- stdout\n{error.stdout!r}\n--- stderr\n{error.stderr!r}"
+        pytest.fail(f"the program hung for {limit} s\n{said}")
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin, time.time())
+
+
+class Together:
+    """Programs of one module, run side by side once the first result is asked for: CUDA starts slowly."""
+
+    def __init__(self, cycles: float, at_once: int = 12) -> None:
+        self._cycles = cycles
+        self._waiting: dict[str, tuple[str, dict[str, str]]] = {}
+        self._started: dict[str, Future[Ended]] = {}
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="programs")
+
+    def add(self, name: str, body: str, **env: str) -> None:
+        self._waiting[name] = (body, env)
+
+    def __getitem__(self, name: str) -> Ended:
+        while self._waiting:
+            other, (body, env) = self._waiting.popitem()
+            self._started[other] = self._pool.submit(
+                program, body, cycles=self._cycles, limit=75.0, **env
+            )
+        return self._started[name].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def succeeds(ended: Ended, says: str = "ALL RIGHT", code: int = 0) -> None:

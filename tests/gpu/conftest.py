@@ -14,7 +14,7 @@ import torch
 from aiogpu import _engine
 from aiogpu._engine import Engine
 
-from ._tools import Slow, has_module, measure_cycles
+from ._tools import Slow, Together, has_module, measure_cycles
 
 #: Seconds that one run of a loop may take.
 LIMIT = 45.0
@@ -76,6 +76,13 @@ def slow(cycles: float) -> Slow:
 def engine() -> Engine:
     """The engine of the current CUDA device. Made here, off any loop's thread."""
     return _engine.make_engine(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.fixture(scope="module")
+def programs(cycles: float) -> Iterator[Together]:
+    together = Together(cycles)
+    yield together
+    together.close()
 
 
 @pytest.fixture
