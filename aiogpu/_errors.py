@@ -8,6 +8,7 @@ cancellation is never wrapped. Only what a caller may want to tell apart has a c
 from __future__ import annotations
 
 import copy
+import types
 
 __all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError"]
 
@@ -39,12 +40,31 @@ class CaptureError(AiogpuError, RuntimeError):
     """
 
 
+def users_part(error: BaseException) -> BaseException:
+    """``error`` without our frames in its traceback: they would keep the tensors they worked on alive.
+
+    What is left begins with a user's frame (an object's own ``.to``), if there is one.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("aiogpu."):
+        traceback = traceback.tb_next
+    error.__context__ = None
+    return error.with_traceback(traceback if _has_users_frame(traceback) else None)
+
+
+def _has_users_frame(traceback: types.TracebackType | None) -> bool:
+    while traceback is not None:
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("aiogpu.", "contextlib")):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def fresh(error: BaseException) -> BaseException:
     """A copy of ``error`` for one waiter.
 
     An operation may be awaited by many tasks. Raising one exception object in each of them would splice
     their tracebacks together and let one waiter's ``raise ... from`` change what the others see.
-    The copy starts without a traceback: the frames of a worker thread would keep tensors alive.
     """
     try:
         twin = copy.copy(error)
@@ -54,4 +74,4 @@ def fresh(error: BaseException) -> BaseException:
         return error
     twin.__cause__ = error.__cause__
     twin.__suppress_context__ = True
-    return twin.with_traceback(None)
+    return twin.with_traceback(error.__traceback__)

@@ -73,11 +73,11 @@ class Point:
         self.done = True
         event, self.event = self.event, None
         callback, self.callback = self.callback, None
-        if error is None:
+        if self.engine.lost is None:
             self.engine.driver.recycle(event)
-            self.keep = None
         else:
-            self.engine.leaked.append((event, self.keep))
+            self.engine.leaked.append((event, self.keep, callback))
+        self.keep = None
         if callback is not None:
             callback(None if error is None else fresh(error))
 

@@ -143,8 +143,10 @@ class Task:
             raise self.engine.blame(error) from None
         point = self.runtime.watch(self.engine, stream, event, callback, keep)
         self.end = point
-        self._join_parent(point, tensors)
-        self.lease.release(point)
+        try:
+            self._join_parent(point, tensors)
+        finally:
+            self.lease.release(point)
         return point
 
     def _join_parent(self, point: Point, tensors: list[torch.Tensor]) -> None:

@@ -44,11 +44,11 @@ class Way:
 
 def measure(quick: bool) -> list[Row]:
     stream = torch.cuda.Stream()
-    took: dict[str, list[float]] = {name: [] for name in ways(stream)}
+    took: dict[str, list[float | None]] = {name: [] for name in ways(stream)}
     for _ in range(QUICK_CHUNKS if quick else CHUNKS):
         for name, way in ways(stream).items():
             took[name].append(run(partial(chunk, way, stream)))
-    us = {name: p50(samples) for name, samples in took.items()}
+    us = {name: p50(samples) for name, samples in took.items() if None not in samples}
     return [Row(QUESTION, name, of, "µs") for name, of in us.items()] + [
         at_most(QUESTION, f"{name} − no await", us[name] - us["no await"], "µs", 3)
         for name in us
@@ -91,8 +91,8 @@ def inline(stream: torch.cuda.Stream, enqueue: Enqueue) -> Way:
     return Way(each, wait)
 
 
-async def chunk(way: Way, stream: torch.cuda.Stream) -> float:
-    """GPU µs per kernel."""
+async def chunk(way: Way, stream: torch.cuda.Stream) -> float | None:
+    """GPU µs per kernel; None when the host could not queue them ahead of the device."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     async with surroundings(way.runtime):
         for hold_us in HOLDS_US:
@@ -103,7 +103,8 @@ async def chunk(way: Way, stream: torch.cuda.Stream) -> float:
                 await asyncio.sleep(0.001)
             if not starved:
                 return start.elapsed_time(end) * 1e3 / KERNELS
-    raise RuntimeError(f"queueing {KERNELS} kernels took longer than {HOLDS_US[-1]} µs")
+    print(f"left out: queueing {KERNELS} kernels this way took longer than {HOLDS_US[-1]} µs")
+    return None
 
 
 def queue(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import math
 import platform
 import sys
@@ -171,6 +172,10 @@ async def main_job(digits: Digits, device: torch.device, requests: int) -> dict[
             steps = EPOCHS * math.ceil(len(digits.training) / BATCH)
             await train(model, digits, progress, progress.add_task("training", total=steps, note=""))
             model.eval()
+            # What servers do before they serve: torch's half a million objects, looked through by a full
+            # collection in the midst of requests, hold up everybody for 100 ms.
+            gc.collect()
+            gc.freeze()
             served = {}
             for way, handle in {"aiogpu": classify, "blocking": classify_blocking}.items():
                 await serve(handle, model, digits, 4 * CLIENTS, lambda: None)  # warm-up

@@ -16,6 +16,7 @@ import anyio
 import pytest
 import torch
 from _small_blocks import CHUNK, SLOT, small_virtual
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import aiogpu
 from aiogpu.transfers import staging
@@ -35,54 +36,7 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-class Memory:
-    """Knows whether a tensor's memory is still held by somebody."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.freed = False
-        weakref.finalize(x.untyped_storage(), self._free)
-        self._alive = weakref.ref(x)
-
-    def _free(self) -> None:
-        self.freed = True
-
-
 # -- held --------------------------------------------------------------------------------------------
-
-
-class Big(torch.Tensor):
-    """A tensor whose end can be seen: its storage lives as long as any alias, so count those."""
-
-
-def uses(x: torch.Tensor) -> int:
-    """How many tensors share the memory."""
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
-@SIZES
-@pytest.mark.filterwarnings("ignore:aiogpu.to_device.*never awaited")
-def test_an_uploads_source_and_staging_live_until_the_device_is_done(run, still, until, nbytes):
-    """C03: also when everybody has dropped everything at once."""
-    device, engine = still
-
-    async def main():
-        source = pattern(nbytes)
-        before = uses(source)
-        operation = aiogpu.to_device(source)
-        await until(lambda: device.log.count(("copy", device.log[-1][1])) or not device.idle)
-        held = uses(source)
-        assert held > before
-        assert engine.slots.used_bytes + engine.chunks.used_bytes > 0
-        del operation
-        gc.collect()
-        await anyio.sleep(0.002)
-        assert uses(source) == held
-        assert engine.slots.used_bytes + engine.chunks.used_bytes > 0
-        await drain(device)
-        await until(lambda: uses(source) == before)
-        assert engine.slots.used_bytes + engine.chunks.used_bytes == 0
-
-    run(main)
 
 
 async def drain(device: Any) -> None:
@@ -95,6 +49,40 @@ async def drain(device: Any) -> None:
 
 
 @SIZES
+@pytest.mark.parametrize("verb", ["to_device", "to_host", "copy_"])
+def test_source_staging_and_destination_live_until_the_device_is_done(run, still, until, nbytes, verb):
+    """C03: also when everybody has dropped everything at once, the operation too."""
+    device, engine = still
+
+    async def main():
+        source, dst = pattern(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+        memories = [StorageWeakRef(source.untyped_storage())]
+        if verb == "copy_":
+            memories.append(StorageWeakRef(dst.untyped_storage()))
+        verbs = {"to_device": aiogpu.to_device, "to_host": aiogpu.to_host}
+        operation = aiogpu.copy_(dst, source) if verb == "copy_" else verbs[verb](source)
+        operation._awaited = True  # that it is dropped is meant
+        ended = weakref.ref(operation)
+        del operation, source, dst
+        # A large one into given memory waits for what its caller's stream holds before it is staged.
+        while "copy" not in [name for name, _ in device.log]:
+            for stream in device.movable():
+                device.step(stream)
+            await anyio.sleep(0.0005)
+        await anyio.sleep(0.002)
+        gc.collect()
+        assert not any(memory.expired() for memory in memories)
+        assert not ended().done()
+        if nbytes < SLOT or verb != "to_host":
+            assert engine.slots.used_bytes + engine.chunks.used_bytes > 0
+        await drain(device)
+        await until(lambda: all(memory.expired() for memory in memories))
+        assert engine.slots.used_bytes + engine.chunks.used_bytes == 0
+
+    run(main)
+
+
+@SIZES
 def test_a_downloads_source_lives_until_the_device_is_done(run, still, until, nbytes):
     """C05: the last reference goes right after the call."""
     device, _ = still
@@ -102,15 +90,15 @@ def test_a_downloads_source_lives_until_the_device_is_done(run, still, until, nb
     async def main():
         source = pattern(nbytes)
         expected = source.clone()
-        storage = source.untyped_storage()
+        memory, place = StorageWeakRef(source.untyped_storage()), source.data_ptr()
         latch = device.latch()
         operation = aiogpu.to_host(source)
         del source
         gc.collect()
-        assert torch._C._storage_Use_Count(storage._cdata) > 1
+        assert not memory.expired()
         # What would happen to freed memory: 50 allocations of the same size are filled.
         others = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(50)]
-        assert all(x.data_ptr() != storage.data_ptr() for x in others)
+        assert all(x.data_ptr() != place for x in others)
         latch.release()
         task_result: list[torch.Tensor] = []
 
@@ -126,7 +114,6 @@ def test_a_downloads_source_lives_until_the_device_is_done(run, still, until, nb
 
 
 @SIZES
-@pytest.mark.filterwarnings("ignore:aiogpu.to_device.*never awaited")
 def test_no_block_in_flight_is_handed_out_again(run, still, until, nbytes):
     """C03: a hundred more uploads while the first has not moved."""
     device, engine = still
@@ -270,7 +257,6 @@ def test_a_cancelled_wait_returns_at_once_and_leaves_the_buffers_alone(run, stil
             await operation
         assert scope.cancelled_caught
         assert not operation.done()
-        assert uses(x) > 1
         latch.release()
         await drain(device)
         assert operation.done()
@@ -408,12 +394,12 @@ def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, verb, nbyt
         async def main():
             x = pattern(nbytes)
             dst = torch.empty_like(x)
-            before = uses(x)
             start = {
-                "to_device": lambda: aiogpu.to_device(x),
-                "to_host": lambda: aiogpu.to_host(x),
-                "copy_": lambda: aiogpu.copy_(dst, x),
+                "to_device": lambda x, dst: aiogpu.to_device(x),
+                "to_host": lambda x, dst: aiogpu.to_host(x),
+                "copy_": lambda x, dst: aiogpu.copy_(dst, x),
             }[verb]
+            memories = [StorageWeakRef(each.untyped_storage()) for each in (x, dst)]
             copy = device.copy
 
             def fails(*args):
@@ -423,15 +409,17 @@ def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, verb, nbyt
             device.copy = fails  # type: ignore[method-assign]
             stored = None
             try:
-                await start()
+                await start(x, dst)
             except torch.OutOfMemoryError as error:
                 stored = error
+            del x, dst
             await aiogpu.synchronize()
             await asyncio.sleep(0.005)
             gc.collect()
             assert str(stored) == "injected"
-            assert uses(x) == before
-            assert torch.equal(await start(), x)
+            assert [memory.expired() for memory in memories] == [True, True]
+            x = pattern(nbytes)
+            assert torch.equal(await start(x, torch.empty_like(x)), x)
 
         run_asyncio(main)
 

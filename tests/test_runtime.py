@@ -360,7 +360,7 @@ def test_stats_count(run, vd, until):
         assert (stats.pending, stats.operations) == (3, 3)
         assert stats.staging_bytes_in_use == 3 * _engine.SLOT_BYTES
         assert stats.staging_bytes >= stats.staging_bytes_in_use
-        assert stats.streams == 8
+        assert stats.streams >= 8
         assert stats.streams_in_use == 0
         assert stats.wake == "virtual"
         vd.run_all()
@@ -382,6 +382,7 @@ def test_leases_and_sharing_are_counted(run, auto_vd):
 
     async def main():
         here = 0
+        opened = aiogpu.stats().streams
 
         async def everybody_is_here():
             nonlocal here
@@ -394,7 +395,7 @@ def test_leases_and_sharing_are_counted(run, auto_vd):
         stats = aiogpu.stats()
         assert stats.leases == 200
         assert stats.shared == 200 - 8
-        assert stats.streams == 8
+        assert stats.streams == opened
         assert stats.streams_in_use == 0
 
     run(main)

@@ -76,7 +76,8 @@ class CommandQueue:
 
     @property
     def idle(self) -> bool:
-        return not self._commands and not self._draining
+        # A failure that no event has taken yet keeps it busy: the next event must carry it.
+        return not self._commands and not self._draining and self._failure is None
 
     def put(self, kind: str, payload: Any) -> None:
         """``kind`` is "run" (a function), "complete" or "wait" (a :class:`HostEvent`)."""

@@ -229,10 +229,9 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
 
 
 def _check_destination(dst: torch.Tensor, src: torch.Tensor) -> None:
-    try:
-        fits = torch.broadcast_shapes(dst.shape, src.shape) == dst.shape
-    except RuntimeError:
-        fits = False
+    # Not torch.broadcast_shapes: its first call imports sympy, two seconds on the loop's thread.
+    extra = len(dst.shape) - len(src.shape)
+    fits = extra >= 0 and all(s in (1, d) for s, d in zip(src.shape, dst.shape[extra:], strict=True))
     if not fits:
         raise ValueError(
             f"copy_() cannot broadcast src of shape {tuple(src.shape)} to dst of shape {tuple(dst.shape)}"

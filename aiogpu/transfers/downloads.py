@@ -70,15 +70,13 @@ class Download(Job):
         slots = take_slots(engine, sources)
         if slots is None:
             return False
-        try:
+        release = partial(give_slots, engine, slots)
+        with self.custody(engine, stream, (slots, sources), release):
             free = iter(slots)
             for source in sources:
                 if source.numel():
                     submit_slot_copy(engine, stream, source, next(free), up=False)
-        finally:
-            event = engine.driver.record(stream)
-            finish = partial(self._unpack, sources, slots)
-            self.land(engine, stream, event, finish, (slots, sources), partial(give_slots, engine, slots))
+            self.land(engine, stream, partial(self._unpack, sources, slots), (slots, sources), release)
         return True
 
     def _unpack(self, sources: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> Any:

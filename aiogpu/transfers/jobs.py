@@ -16,9 +16,10 @@ import torch
 
 from .._engine import SLOT_BYTES, Engine
 from .._operation import Operation
+from .._reactor import Point
 from .._runtime import Runtime, starter
 from .._streams import StreamPool
-from ..drivers.base import Event, Stream
+from ..drivers.base import Stream
 from .plan import Plan, neutral
 from .staging import Lane, flat, is_dense
 
@@ -70,63 +71,71 @@ class Job:
         self,
         engine: Engine,
         stream: Stream,
-        event: Event,
         finish: Callable[[], Any],
         keep: Any,
         release: Callable[[], None],
-    ) -> Any:
-        """``event`` ends the transfer: then ``release`` its blocks and resolve it with ``finish()``."""
+    ) -> Point:
+        """All is submitted: its end on ``stream`` frees its blocks and resolves it with ``finish()``."""
+        event = engine.driver.record(stream)
         self.operation.submitted()
-        callback = partial(_landed, self.operation, finish, release)
+        callback = partial(_landed, engine, self.operation, finish, release)
         return self.runtime.watch(engine, stream, event, callback, (keep, self))
 
     @contextlib.contextmanager
-    def lane(self, engine: Engine, pool: StreamPool) -> Iterator[Lane]:
-        """A leased copy stream; released by :meth:`land_lane`, or here when the submission breaks off."""
-        lane = Lane(engine, pool.lease())
+    def custody(
+        self, engine: Engine, stream: Stream, keep: Any, release: Callable[[], None]
+    ) -> Iterator[None]:
+        """When the submission breaks off in the block, what the device may have of it is still kept until
+        ``stream`` has passed this point, and its blocks are free only then."""
         try:
-            yield lane
+            yield
         except BaseException:
-            self._salvage(engine, lane)
+            try:
+                event = engine.driver.record(stream)
+            except BaseException:  # nobody can tell any more when the device is done with it
+                engine.leaked.append(keep)
+            else:
+                self.runtime.watch(engine, stream, event, partial(_over, engine, release), keep)
             raise
 
-    def land_lane(self, engine: Engine, lane: Lane, finish: Callable[[], Any]) -> None:
-        """All is submitted to ``lane``: its end resolves the operation."""
-        event = engine.driver.record(lane.stream)
-        lane.release(self.land(engine, lane.stream, event, finish, lane, lane.give_back))
-
-    def _salvage(self, engine: Engine, lane: Lane) -> None:
-        """What was submitted before it broke off keeps its buffers until it has ended."""
+    @contextlib.contextmanager
+    def lane(self, engine: Engine, pool: StreamPool) -> Iterator[Lane]:
+        """A leased copy stream, for one submission that ends with :meth:`land_lane`."""
+        lease = pool.lease()
+        lane = Lane(engine, lease.stream)
         try:
-            event = engine.driver.record(lane.stream)
-        except BaseException:
-            engine.leaked.append(lane)
-            lane.release(None)
-        else:
-            callback = partial(_release_unless_lost, lane.give_back)
-            lane.release(self.runtime.watch(engine, lane.stream, event, callback, lane))
+            with self.custody(engine, lane.stream, lane, lane.give_back):
+                yield lane
+        finally:
+            lease.release(lane.tail)
+
+    def land_lane(self, engine: Engine, lane: Lane, finish: Callable[[], Any]) -> None:
+        lane.tail = self.land(engine, lane.stream, finish, lane, lane.give_back)
 
 
 def _landed(
+    engine: Engine,
     operation: Operation[Any],
     finish: Callable[[], Any],
     release: Callable[[], None],
     error: BaseException | None,
 ) -> None:
-    if error is None:
+    value = None
+    if error is None and not operation.done():
         try:
             value = finish()
-            release()
         except BaseException as raised:
-            operation.fail(raised)
-        else:
-            operation.complete(value)
-    else:  # on a lost device nothing is released: see Point
+            error = raised
+    _over(engine, release, error)
+    if error is None:
+        operation.complete(value)
+    else:
         operation.fail(error)
 
 
-def _release_unless_lost(release: Callable[[], None], error: BaseException | None) -> None:
-    if error is None:
+def _over(engine: Engine, release: Callable[[], None], _: BaseException | None) -> None:
+    """The device is done with it, well or badly; unless it is lost: then nothing is let go of."""
+    if engine.lost is None:
         release()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .._engine import Engine
-from .._streams import Lease
-from ..drivers.base import Event
+from .._reactor import Point
+from ..drivers.base import Event, Stream
 
 __all__ = ["Lane", "flat", "is_dense", "same_order"]
 
@@ -55,15 +55,18 @@ def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Lane:
-    """A leased copy stream, and the chunks that this transfer has in flight on it."""
+    """A copy stream, and the chunks that one transfer has in flight on it."""
 
-    def __init__(self, engine: Engine, lease: Lease) -> None:
+    def __init__(self, engine: Engine, stream: Stream) -> None:
         self.engine = engine
         self.driver = engine.driver
-        self.stream = lease.stream
+        self.stream = stream
         #: Everything that the device may use until the transfer's last event.
         self.held: list[Any] = []
-        self._lease = lease
+        #: That event, once all is submitted.
+        self.tail: Point | None = None
+        #: Chunks are noted here when they are taken, and given back together: whatever breaks off.
+        self._chunks: list[torch.Tensor] = []
         self._flying: deque[tuple[Event, torch.Tensor]] = deque()
 
     # -- up ----------------------------------------------------------------------------------------
@@ -129,12 +132,13 @@ class Lane:
             chunk = land() if len(landing) >= _DEPTH else self._new_chunk(wait=not landing)
             if chunk is None and landing:
                 chunk = land()
-            if chunk is None:
+            if chunk is None:  # none to be had: the driver copies into ordinary memory, and blocks
                 chunk = torch.empty(self.engine.chunks.nbytes, dtype=torch.uint8)
+                self.held.append(chunk)
             self.driver.copy(_as(chunk, source[where]), source[where], self.stream)
             landing.append((self.driver.record(self.stream), chunk, where))
         while landing:
-            self._release(land())
+            land()
         if into is not dst:
             _copy_host(dst, into)
 
@@ -151,22 +155,18 @@ class Lane:
         return chunk
 
     def _new_chunk(self, *, wait: bool) -> torch.Tensor | None:
-        return self.engine.chunks.take(wait=wait, give_up=lambda: self.engine.lost is not None)
-
-    def _release(self, chunk: torch.Tensor) -> None:
-        if chunk.numel() == self.engine.chunks.nbytes and self.driver.is_pinned(chunk):
-            self.engine.chunks.give(chunk)
+        chunk = self.engine.chunks.take(wait=wait, give_up=lambda: self.engine.lost is not None)
+        if chunk is not None:
+            self._chunks.append(chunk)
+        return chunk
 
     def give_back(self) -> None:
         """The transfer's last event has completed: its chunks are free."""
         while self._flying:
-            event, chunk = self._flying.popleft()
-            self.driver.recycle(event)
-            self.engine.chunks.give(chunk)
+            self.driver.recycle(self._flying.popleft()[0])
+        while self._chunks:
+            self.engine.chunks.give(self._chunks.pop())
         self.held.clear()
-
-    def release(self, tail: Any) -> None:
-        self._lease.release(tail)
 
 
 def _as(block: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ class Upload(Job):
         slots = take_slots(engine, sources)
         if slots is None:
             return False
-        try:
+        release = partial(give_slots, engine, slots)
+        with self.custody(engine, stream, (slots, sources), release):
             moved = []
             free = iter(slots)
             for source in sources:
@@ -65,12 +66,8 @@ class Upload(Job):
                     in_slot(slot, there).copy_(source)
                     submit_slot_copy(engine, stream, there, slot, up=True)
                 moved.append(there if self.dtype is None else there.to(self.dtype))
-        finally:
-            # Also when it broke off half way: whatever was submitted still reads its slot.
-            event = engine.driver.record(stream)
-            keep = (slots, sources)
             finish = partial(self._finish, engine, moved, [], {stream.raw})
-            self.land(engine, stream, event, finish, keep, partial(give_slots, engine, slots))
+            self.land(engine, stream, finish, (slots, sources), release)
         return True
 
     def _run_large(self, known: Engine | None, caller: Stream | None) -> None:
@@ -162,16 +159,15 @@ class UploadInto(Job):
         slots = take_slots(engine, [source])
         if slots is None:
             return False
-        landing = self._landing(source)
-        try:
+        keep = (slots, source, self.dst)
+        release = partial(give_slots, engine, slots)
+        with self.custody(engine, stream, keep, release):
+            landing = self._landing(source)
             for slot in slots:
                 in_slot(slot, landing).copy_(source)
                 submit_slot_copy(engine, stream, landing, slot, up=True)
             self._settle(landing)
-        finally:
-            event = engine.driver.record(stream)
-            keep = (slots, source, landing, self.dst)
-            self.land(engine, stream, event, lambda: self.dst, keep, partial(give_slots, engine, slots))
+            self.land(engine, stream, lambda: self.dst, (keep, landing), release)
         return True
 
     def _run_large(self, engine: Engine) -> None:

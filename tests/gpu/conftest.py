@@ -80,9 +80,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def programs(cycles: float) -> Iterator[Together]:
-    together = Together(cycles)
-    yield together
-    together.close()
+    yield Together(cycles)
 
 
 @pytest.fixture
