@@ -13,6 +13,7 @@ import torch
 
 from ._engine import Engine, find_engine, normalize
 from ._errors import CaptureError
+from ._reactor import Point
 from ._runtime import current_runtime
 from ._streams import Lease
 from ._tasks import current_task
@@ -91,9 +92,18 @@ class stream:
         else:
             self._lease = engine.compute.lease(self._priority)
             self._stream = self._lease.stream
-        driver.order(self._stream, self._before)
+        try:
+            driver.order(self._stream, self._before)
+        except BaseException as error:
+            self._release(None)
+            raise engine.blame(error) from None
         self._saved = driver.swap(self._stream.raw)
         return self._stream.native
+
+    def _release(self, tail: Point | None) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release(tail)
 
     def _find(self, engine: Engine) -> Engine:
         wanted = self._wanted
@@ -118,20 +128,17 @@ class stream:
         driver = self._engine.driver
         driver.restore(self._saved)
         self._saved = None
-        lease, self._lease = self._lease, None
+        tail = None
         try:
             driver.order(self._before, self._stream)
-            if lease is not None:
+            if self._lease is not None:
                 event = driver.record(self._stream)
-                point = self._task.runtime.watch(self._engine, self._stream, event)
+                tail = self._task.runtime.watch(self._engine, self._stream, event)
         except BaseException as raised:
-            if lease is not None:
-                lease.release(None)
             if error is None:
                 raise self._engine.blame(raised) from None
-        else:
-            if lease is not None:
-                lease.release(point)
+        finally:
+            self._release(tail)
 
 
 def current_stream(device: torch.device | str | int | None = None) -> Any:

@@ -8,7 +8,6 @@ cancellation is never wrapped. Only what a caller may want to tell apart has a c
 from __future__ import annotations
 
 import copy
-import types
 
 __all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError"]
 
@@ -40,24 +39,13 @@ class CaptureError(AiogpuError, RuntimeError):
     """
 
 
-def users_part(error: BaseException) -> BaseException:
-    """``error`` without our frames in its traceback: they would keep the tensors they worked on alive.
+def bare(error: BaseException) -> BaseException:
+    """``error`` without traceback and context: their frames would keep tensors alive.
 
-    What is left begins with a user's frame (an object's own ``.to``), if there is one.
+    Not even a user's innermost frame can stay: it leads back to the frames that called it.
     """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("aiogpu."):
-        traceback = traceback.tb_next
     error.__context__ = None
-    return error.with_traceback(traceback if _has_users_frame(traceback) else None)
-
-
-def _has_users_frame(traceback: types.TracebackType | None) -> bool:
-    while traceback is not None:
-        if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("aiogpu.", "contextlib")):
-            return True
-        traceback = traceback.tb_next
-    return False
+    return error.with_traceback(None)
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -74,4 +62,4 @@ def fresh(error: BaseException) -> BaseException:
         return error
     twin.__cause__ = error.__cause__
     twin.__suppress_context__ = True
-    return twin.with_traceback(error.__traceback__)
+    return twin.with_traceback(None)

@@ -22,6 +22,11 @@ R3 = TypeVar("R3")
 R4 = TypeVar("R4")
 
 
+# Overloads that do not overlap: with a plain variadic one beside them, mypy takes two decorated tasks as Any.
+@overload
+async def gather() -> tuple[()]: ...
+@overload
+async def gather(a: Awaitable[R1], /) -> tuple[R1]: ...
 @overload
 async def gather(a: Awaitable[R1], b: Awaitable[R2], /) -> tuple[R1, R2]: ...
 @overload
@@ -31,7 +36,15 @@ async def gather(
     a: Awaitable[R1], b: Awaitable[R2], c: Awaitable[R3], d: Awaitable[R4], /
 ) -> tuple[R1, R2, R3, R4]: ...
 @overload
-async def gather(*awaitables: Awaitable[R]) -> tuple[R, ...]: ...
+async def gather(
+    a: Awaitable[R],
+    b: Awaitable[R],
+    c: Awaitable[R],
+    d: Awaitable[R],
+    e: Awaitable[R],
+    /,
+    *rest: Awaitable[R],
+) -> tuple[R, ...]: ...
 
 
 async def gather(*awaitables: Awaitable[Any]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from . import _loops
-from ._errors import fresh, users_part
+from ._errors import bare, fresh
 from ._loops import Door, DoorClosed
 from ._runtime import current_runtime
 from .drivers.base import Driver
@@ -175,7 +175,7 @@ class Operation(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """It has failed; wakes the waiters. From any thread."""
-        self._happen(Happening.FAIL, error=users_part(error))
+        self._happen(Happening.FAIL, error=bare(error))
 
     def moved(self, driver: Driver, tensors: list[torch.Tensor], homes: set[Any]) -> None:
         """``tensors`` is new device memory, known to be used on the streams ``homes``."""

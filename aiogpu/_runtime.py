@@ -50,8 +50,9 @@ class Stats:
     ``looks``: rounds of polling. ``notifications``: host callbacks that were armed. ``pending``: points
     waited for now. ``operations``: transfers in flight now. ``streams``: compute streams opened;
     ``streams_in_use``, ``leases``, ``shared``: leases now, ever, and those that had to share a stream.
-    ``staging_bytes``: page-locked staging memory, in bytes; ``result_bytes``: page-locked results that
-    users hold. ``orphans``: points whose loop has closed.
+    ``staging_bytes``, ``staging_bytes_in_use``: page-locked staging memory, in bytes, and how much of it
+    transfers have now; ``result_bytes``: page-locked results that users hold. ``wake``: how the device's
+    completions are announced. ``orphans``: points whose loop has closed.
     """
 
     looks: int

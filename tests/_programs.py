@@ -217,7 +217,9 @@ class Run:
     async def _move(self) -> None:
         """Let streams go on in random order, until all is over."""
         runtime = aiogpu.current_runtime()
-        while not (self.over and self.device.idle and not (runtime.reactor.pending or runtime.reactor.operations)):
+        while not (
+            self.over and self.device.idle and not (runtime.reactor.pending or runtime.reactor.operations)
+        ):
             movable = self.device.movable()
             for _ in range(self.random.randint(0, 3)):
                 if movable:

@@ -24,7 +24,7 @@ from aiogpu._engine import Engine
 from aiogpu._reactor import Reactor
 from aiogpu.testing import VirtualDevice, virtual_device
 
-pytest.register_assert_rewrite("aiogpu.testing.conformance")
+pytest.register_assert_rewrite("aiogpu.testing.conformance", "aiogpu.testing.ordering")
 
 LOOPS = ["asyncio", "trio"] if sys.platform == "win32" else ["asyncio", "uvloop", "trio"]
 

@@ -1,4 +1,4 @@
-"""Context variables reach whatever code of the user's aiogpu runs, and what it sets stays where it ran (C54)."""
+"""Context variables reach whatever code of the user's aiogpu runs, and what it sets stays there (C54)."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_downloads_source_lives_until_the_device_is_done(run, still, until, nb
 @SIZES
 def test_no_block_in_flight_is_handed_out_again(run, still, until, nbytes):
     """C03: a hundred more uploads while the first has not moved."""
-    device, engine = still
+    device, _engine = still
 
     async def main():
         xs = [pattern(nbytes, i) for i in range(20)]
@@ -241,7 +241,7 @@ def test_host_memory_is_written_only_after_its_chunks_event_and_resolved_after_t
 @pytest.mark.parametrize("verb", ["to_device", "to_host", "out", "copy_"])
 def test_a_cancelled_wait_returns_at_once_and_leaves_the_buffers_alone(run, still, until, nbytes, verb):
     """C70."""
-    device, engine = still
+    device, _engine = still
 
     async def main():
         x, y = pattern(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
@@ -303,7 +303,7 @@ def test_storms_of_cancellations_corrupt_no_survivor(run, moving):
 
 def test_after_warm_up_no_upload_takes_new_page_locked_memory(run_asyncio):
     """C16."""
-    with small_virtual() as (device, engine):
+    with small_virtual() as (device, _engine):
 
         async def main():
             for nbytes in (SLOT // 2, 5 * CHUNK):
@@ -339,6 +339,22 @@ def test_two_hundred_transfers_share_two_chunks_without_a_deadlock(run, moving, 
         assert engine.chunks.allocated_bytes <= limit
         assert engine.chunks.trim() == limit
         assert engine.chunks.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("pinned_bytes", [0, 2**30], ids=["through chunks", "page-locked results"])
+def test_one_transfer_of_many_leaves_needs_no_more_than_two_chunks(run, moving, pinned_bytes):
+    """It uses its own again: one that holds a chunk and waits for the next would wait for itself."""
+    with small_virtual(auto=False, chunks=2, pinned_bytes=pinned_bytes) as (device, engine):
+        xs = [pattern(2 * CHUNK + index, index) for index in range(40)]
+
+        async def main():
+            with moving(device):
+                there = await aiogpu.to_device(xs)
+                back = await aiogpu.to_host(there)
+            assert all(torch.equal(x, y) for x, y in zip(xs, back, strict=True))
+
+        run(main)
+        assert engine.chunks.allocated_bytes <= 2 * CHUNK
 
 
 @pytest.mark.parametrize("failures", [1, 1000], ids=["once", "always"])
@@ -389,7 +405,7 @@ def test_a_machine_without_page_locked_memory_has_no_slots_either(run_asyncio):
 @pytest.mark.parametrize("verb", ["to_device", "to_host", "copy_"])
 def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, verb, nbytes):
     """C66: with the exception stored, dropping the user's references is enough; the next request works."""
-    with small_virtual() as (device, engine):
+    with small_virtual() as (device, _engine):
 
         async def main():
             x = pattern(nbytes)

@@ -90,7 +90,9 @@ def test_every_parameter_is_annotated(name):
     assert signature.return_annotation is not signature.empty
 
 
-@pytest.mark.parametrize("name", sorted({"to_device", "to_host", "copy_", "item", "task", "run_sync", "synchronize"}))
+@pytest.mark.parametrize(
+    "name", sorted({"to_device", "to_host", "copy_", "item", "task", "run_sync", "synchronize"})
+)
 def test_calls_document_what_they_raise(name):
     assert re.search(r"\bRaises\b", getattr(aiogpu, name).__doc__)
 
@@ -101,7 +103,9 @@ def test_every_setting_of_the_runtime_is_documented():
 
 
 def test_every_counter_is_documented():
-    missing = [name for name in aiogpu.Stats.__dataclass_fields__ if f"``{name}``" not in aiogpu.Stats.__doc__]
+    missing = [
+        name for name in aiogpu.Stats.__dataclass_fields__ if f"``{name}``" not in aiogpu.Stats.__doc__
+    ]
     assert not missing
 
 
@@ -109,7 +113,9 @@ def test_what_modules_declare_is_there():
     for info in pkgutil.walk_packages(aiogpu.__path__, "aiogpu."):
         if not info.ispkg and not info.name.endswith(("__main__", ".cuda")):
             module = importlib.import_module(info.name)
-            assert not [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)], info.name
+            assert not [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)], (
+                info.name
+            )
 
 
 def test_the_version_is_the_packages():
@@ -123,7 +129,9 @@ def test_the_package_says_that_it_is_typed():
 
 def test_star_import_gives_the_public_names_only():
     program = "from aiogpu import *; print(sorted(n for n in dir() if not n.startswith('_')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == str(sorted(aiogpu.__all__))
 
 

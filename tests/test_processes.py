@@ -16,19 +16,14 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 40
 
 
-def command(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
 def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def python(code: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(code), env=environment(**more), capture_output=True, text=True, timeout=LIMIT
-    )
+def python(code: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
 
 
 # -- import ------------------------------------------------------------------------------------------
@@ -89,9 +84,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("before", ["unused", "used"])
 def test_both_sides_of_a_fork_work(before):
     """C75: threads and locks of the parent are not the child's."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, before], env=environment(), capture_output=True, text=True, timeout=LIMIT
-    )
+    done = python(FORK, before)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["child", "parent"]
 
@@ -125,7 +118,8 @@ async def main():
     operations = [aiogpu.to_device(torch.ones(size)) for size in (10, 100_000) * 5]
     operations += [aiogpu.to_host(torch.ones(size)) for size in (10, 100_000)]
     waiters = [asyncio.ensure_future(operation) for operation in operations]
-    never = asyncio.ensure_future(aiogpu.run_sync(threading.Event().wait, abandon_on_cancel=True))
+    if sys.argv[1] == "return":  # once: its thread is waited for, for 3 s, at the end
+        never = asyncio.ensure_future(aiogpu.run_sync(threading.Event().wait, abandon_on_cancel=True))
     await asyncio.sleep(0.05)
     ENDING
 
@@ -154,7 +148,7 @@ def test_the_interpreter_ends_in_good_order_with_work_in_flight(device, ending):
             "asyncio.run(main())", "loop = asyncio.new_event_loop(); loop.run_until_complete(main())"
         )
     begin = time.monotonic()
-    done = python(program.replace("ENDING", statement), AIOGPU_GRACE="0.1")
+    done = python(program.replace("ENDING", statement), ending, AIOGPU_GRACE="0.1")
     assert done.returncode == code, done.stderr
     assert time.monotonic() - begin < 20  # importing torch on a busy machine included
     assert "Fatal" not in done.stderr

@@ -276,6 +276,36 @@ def test_events_are_recycled_only_when_complete(run, vd, moving, monkeypatch):
     assert early == []
 
 
+def test_what_was_armed_is_disarmed_once_and_only_when_seen_complete(run, vd, moving, monkeypatch):
+    """A notification stream that is used again too early would hold one waiter behind another's event."""
+    armed: list[Any] = []
+    disarmed: list[Any] = []
+    arm = vd.arm
+
+    def arming(event, signal):
+        arm(event, signal)
+        armed.append(event)
+        return event
+
+    def disarming(token):
+        assert token.done
+        disarmed.append(token)
+
+    monkeypatch.setattr(vd, "arm", arming)
+    monkeypatch.setattr(vd, "disarm", disarming)
+
+    async def main():
+        async with aiogpu.Runtime(spin=0):
+            for _ in range(20):
+                await aiogpu.gather(aiogpu.synchronize(), aiogpu.to_device(torch.ones(3)))
+
+    with moving(vd):
+        run(main)
+    assert armed
+    assert {id(token) for token in armed} == {id(token) for token in disarmed}
+    assert len(armed) == len(disarmed)
+
+
 def test_many_wake_ups_make_one_post(run, vd, monkeypatch):
     async def main():
         reactor, engine = await opened()

@@ -292,7 +292,8 @@ def test_an_abandoned_call_keeps_its_tasks_stream_until_what_it_launched_has_end
                 scope.cancel()
         vd.run_all()
         slots = aiogpu.current_runtime().engine_now(None).compute._slots[0]
-        assert [slot.users for slot in slots if not slot.idle] == [1]  # the task is over, its stream is not free
+        # The task is over, its stream is not free.
+        assert [slot.users for slot in slots if not slot.idle] == [1]
         gate.leave.set()
         await until(lambda: all(slot.users == 0 for slot in slots))
         assert [slot.idle for slot in slots].count(False) == 1
@@ -416,7 +417,7 @@ def test_the_runtimes_workers_are_the_default_limit(run, auto_vd, gate, until):
     run(main)
 
 
-def test_idle_threads_are_used_again(run, anydevice):
+def test_idle_threads_are_used_again(run, auto_vd):
     async def main():
         seen = {await aiogpu.run_sync(threading.get_ident) for _ in range(50)}
         # The next call may come before the last thread has counted itself idle.

@@ -57,7 +57,9 @@ MODES: list[Any] = [
         id="autocast",
     ),
     pytest.param(
-        lambda: torch.device("meta"), {"default device": torch.device("meta"), "function modes": 1}, id="device"
+        lambda: torch.device("meta"),
+        {"default device": torch.device("meta"), "function modes": 1},
+        id="device",
     ),
     pytest.param(CountCalls, {"function modes": 1}, id="function mode"),
     pytest.param(CountOps, {"dispatch modes": 1}, id="dispatch mode"),

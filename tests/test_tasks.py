@@ -1,4 +1,4 @@
-"""A task is an ordinary coroutine: what it looks like, how it is driven, what it holds, and what it gives back."""
+"""A task is an ordinary coroutine: what it looks like, how it is driven, what it holds and gives back."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_eager_tasks_nest_in_a_step_of_their_parent(auto_vd):
 
 
 def test_nest_asyncio_finds_tasks_that_work(auto_vd):
-    """C47: a patched loop that runs inside itself, as in notebooks. In a process of its own: it stays patched."""
+    """C47: a loop that runs inside itself, as in notebooks. In a process of its own: it stays patched."""
     nest_asyncio = pytest.importorskip("nest_asyncio")
     assert nest_asyncio
     import subprocess
@@ -489,7 +489,9 @@ async def generator():
 @pytest.mark.parametrize(
     ("fn", "remedy"),
     [
-        pytest.param(lambda: 1, r"not an `async def`; call it with `await aiogpu\.run_sync\(fn", id="function"),
+        pytest.param(
+            lambda: 1, r"not an `async def`; call it with `await aiogpu\.run_sync\(fn", id="function"
+        ),
         pytest.param(generator, "an async generator; put its consumer into a task", id="async generator"),
         pytest.param(torch.nn.Linear(1, 1), r"`await aiogpu\.run_sync\(fn, \.\.\.\)`", id="module"),
         pytest.param(torch.nn.Linear, r"`await aiogpu\.run_sync\(fn, \.\.\.\)`", id="class"),
@@ -513,7 +515,7 @@ def test_a_mode_as_decorator_is_refused_because_it_would_do_nothing(mode):
     async def model():
         return torch.is_grad_enabled()
 
-    with pytest.raises(TypeError, match=r"do nothing to an `async def`: write `with torch\.no_grad\(\):` inside"):
+    with pytest.raises(TypeError, match=r"to an `async def`: write `with torch\.no_grad\(\):` inside"):
         aiogpu.task(mode(model))
 
 

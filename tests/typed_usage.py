@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_type
 
 import anyio
 import numpy
+import numpy.typing as npt
 import torch
-from typing_extensions import assert_type
 
 import aiogpu
 
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 async def classify(image: torch.Tensor, *, top: int = 1) -> list[int]:
     x = await aiogpu.to_device(image)
     assert_type(x, torch.Tensor)
-    y = await aiogpu.run_sync(torch.nn.Linear(3, 3), x)
+    y: torch.Tensor = await aiogpu.run_sync(torch.nn.Linear(3, 3), x)
     host = await aiogpu.to_host(y.topk(top).indices)
     assert_type(host, torch.Tensor)
     return [int(i) for i in host]
@@ -39,7 +39,7 @@ def multiply(a: torch.Tensor, times: int) -> torch.Tensor:
     return a * times
 
 
-async def transfers(array: numpy.ndarray[Any, numpy.dtype[numpy.float32]], batch: Batch) -> None:
+async def transfers(array: npt.NDArray[numpy.float32], batch: Batch) -> None:
     assert_type(await aiogpu.to_device(array), torch.Tensor)
     assert_type(await aiogpu.to_host(array), torch.Tensor)
     assert_type(await aiogpu.to_device(batch, "cuda", dtype=torch.float16), Batch)
@@ -53,14 +53,16 @@ async def transfers(array: numpy.ndarray[Any, numpy.dtype[numpy.float32]], batch
 
 
 async def main() -> None:
-    call = classify(torch.ones(3), top=2)
-    assert_type(call, Coroutine[Any, Any, list[int]])
+    call: Coroutine[Any, Any, list[int]] = classify(torch.ones(3), top=2)
     assert_type(await call, list[int])
     assert_type(await urgent(torch.ones(3)), torch.Tensor)
     assert_type(await aiogpu.run_sync(multiply, torch.ones(3), 2), torch.Tensor)
     assert_type(
         await aiogpu.gather(aiogpu.to_device(torch.ones(3)), classify(torch.ones(3))),
         tuple[torch.Tensor, list[int]],
+    )
+    assert_type(
+        await aiogpu.gather(urgent(torch.ones(3)), classify(torch.ones(3))), tuple[torch.Tensor, list[int]]
     )
     assert_type(await aiogpu.gather(*[urgent(torch.ones(3))] * 3), tuple[torch.Tensor, ...])
     assert_type(await aiogpu.amap(classify, [torch.ones(3)], limit=4), list[list[int]])

@@ -56,7 +56,8 @@ class Stream:
         self.native = native
 
     def __repr__(self) -> str:
-        return f"<Stream {self.raw!r} on {self.device}>"
+        name = id(self) if self.raw is self else self.raw
+        return f"<Stream {name} on {self.device}>"
 
 
 class Driver(abc.ABC):

@@ -8,7 +8,6 @@ raised where the operation is awaited.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -19,8 +18,9 @@ from .._operation import Operation
 from .._runtime import Runtime, current_runtime, starter
 from .._tasks import current_task
 from .downloads import Download
+from .out import destinations
 from .plan import Plan
-from .tree import Tree, as_tensor, flatten, tensors_of
+from .tree import Tree, flatten, tensors_of
 from .uploads import Upload, UploadInto
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
         return here and (dtype is None or tensor.dtype == dtype)
 
     leaves = Plan(tree, stays, detached=True)
-    hosts, wrap = (None, None) if out is None else _into(leaves, out, dtype)
+    hosts, wrap = (None, None) if out is None else destinations(tree, leaves, data, out, dtype)
     operation: Operation[Any] = Operation("to_host", runtime.reactor)
     _own(operation)
     _debug(runtime, operation, leaves)
@@ -205,13 +205,13 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
                 "`to_device(data)` or `to_host(data, out=...)`"
             )
     runtime = current_runtime()
+    flatten(dst, verb="copy_")  # for its refusals
     _check_destination(dst, src)
     down = dst.device.type == "cpu" and src.device.type != "cpu"
     home = src.device if down else dst.device
     where = _device(runtime, home)
     engine = runtime.engine_now(where)
     _refuse_capture("copy_", engine)
-    flatten(dst, verb="copy_")  # for its refusals
     leaves = Plan(flatten(src, verb="copy_"), lambda _: False)
     operation: Operation[Any] = Operation("copy_", runtime.reactor)
     _own(operation)
@@ -317,33 +317,6 @@ def _source_engine(runtime: Runtime, tree: Tree[Any]) -> tuple[Engine | None, bo
     if engine is None and where.type == "cpu":
         engine = runtime.engine_blocking(where)  # the CPU's engine is a few objects
     return engine, where.type == "cpu"
-
-
-def _into(
-    leaves: Plan[Any], out: Any, dtype: torch.dtype | None
-) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-    """The destinations that ``out`` gives, one for each source; checked before any work."""
-    target = Plan(flatten(out, verb="to_host"), lambda _: False)
-    hosts = [*target.plain, *map(_writable, target.arrays)]
-    if leaves.movers or target.movers or len(hosts) != len(leaves.plain) + len(leaves.arrays):
-        raise ValueError("to_host(out=...) takes tensors in the same nesting as data")
-    for host, source in zip(hosts, leaves.plain, strict=False):
-        wanted = dtype or source.dtype
-        if host.device.type != "cpu" or host.shape != source.shape or host.dtype != wanted:
-            raise ValueError(
-                f"out has a {host.dtype} tensor of shape {tuple(host.shape)} on {host.device} where data "
-                f"gives {wanted}, {tuple(source.shape)}: it must be a CPU tensor of that shape and dtype"
-            )
-    return hosts, lambda *_: out
-
-
-def _writable(array: Any) -> torch.Tensor:
-    if not array.__array_interface__["data"][1]:
-        tensor = as_tensor(array)
-        if tensor.data_ptr() == array.__array_interface__["data"][0]:
-            return tensor
-        raise ValueError("out has a numpy array that torch cannot view: use a C-contiguous, native one")
-    raise ValueError("out has a read-only numpy array: pass a writable copy")
 
 
 # -- shared ----------------------------------------------------------------------------------------

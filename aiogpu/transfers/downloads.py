@@ -22,6 +22,7 @@ from ..drivers.base import Event, Stream
 from .jobs import Job, dense_copy, dense_strides, give_slots, in_slot, submit_slot_copy, take_slots
 from .plan import Plan, neutral
 from .staging import same_order
+from .tree import as_tensor
 
 __all__ = ["Download"]
 
@@ -66,7 +67,7 @@ class Download(Job):
         self.in_thread(engine, partial(self._run_large, engine, caller, ready))
 
     def _start_small(self, engine: Engine, stream: Stream) -> bool:
-        sources = [dense_copy(self._converted(s)) for s in self.plan.sources()]
+        sources = [dense_copy(self._converted(s)) for s in self.plan.plain]
         slots = take_slots(engine, sources)
         if slots is None:
             return False
@@ -90,7 +91,16 @@ class Download(Job):
                     with torch.inference_mode(host.is_inference()):
                         host.copy_(in_slot(next(free), source))
                 hosts.append(host)
-            return self.wrap(hosts, [])
+            return self.wrap([*hosts, *self._arrays()], [])
+
+    def _arrays(self) -> list[torch.Tensor]:
+        """Numpy arrays are in host memory already: copied there, as everything is. May be large."""
+        copies = []
+        for index, array in enumerate(self.plan.arrays, len(self.plan.plain)):
+            source = as_tensor(array)
+            copy = self._destination(index, source.to(self.dtype) if self.dtype else source)
+            copies.append(copy.copy_(source))
+        return copies
 
     def _destination(self, index: int, like: torch.Tensor) -> torch.Tensor:
         if self.out is not None:
@@ -128,9 +138,9 @@ class Download(Job):
         if self.out is not None:
             direct = all(
                 engine.driver.is_pinned(host) and same_order(host, source)
-                for host, source in zip(self.out, self.plan.plain, strict=True)
+                for host, source in zip(self.out, self.plan.plain, strict=False)  # arrays come last
             )
-            return list(self.out) if direct and not engine.driver.eager else None
+            return list(self.out[: len(self.plan.plain)]) if direct and not engine.driver.eager else None
         hosts = []
         for source in self.plan.plain:
             host = self._page_locked(engine, source)
@@ -157,12 +167,13 @@ class Download(Job):
             engine.driver.wait(lane.stream, ready)
             engine.driver.recycle(ready)
             movers = self._move_movers(engine, caller)
+            arrays = self._arrays()
             with engine.driver.on(lane.stream):
                 for host, source in zip(hosts, self.plan.plain, strict=True):
                     lane.download(host, dense_copy(self._converted(source)))
             if movers:
                 engine.driver.order(lane.stream, caller)
-            self.land_lane(engine, lane, partial(self._wrapped, hosts, movers))
+            self.land_lane(engine, lane, partial(self._wrapped, [*hosts, *arrays], movers))
 
     def _staged(self, engine: Engine, caller: Stream) -> None:
         with self.lane(engine, engine.downloads) as lane:
@@ -174,6 +185,7 @@ class Download(Job):
                     host = self._destination(index, source)
                     lane.download_through_chunks(host, source)
                     hosts.append(host)
+            hosts += self._arrays()
             self.land_lane(engine, lane, partial(self._wrapped, hosts, movers))
 
     def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:

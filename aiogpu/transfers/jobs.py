@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,12 @@ class Job:
         """Let objects move themselves, with the caller's context variables."""
         if self.context is None:
             return []
-        return [self.context.run(move, mover) for mover in self.plan.movers]
+        try:
+            return [self.context.run(move, mover) for mover in self.plan.movers]
+        except Exception as error:
+            # Users want to see where their `.to` failed, but the frames keep tensors alive: as text.
+            error.add_note("".join(traceback.format_exception(error)))
+            raise
 
     def land(
         self,

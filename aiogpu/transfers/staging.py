@@ -67,6 +67,8 @@ class Lane:
         self.tail: Point | None = None
         #: Chunks are noted here when they are taken, and given back together: whatever breaks off.
         self._chunks: list[torch.Tensor] = []
+        #: Those of them that the device is done with.
+        self._idle: list[torch.Tensor] = []
         self._flying: deque[tuple[Event, torch.Tensor]] = deque()
 
     # -- up ----------------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ class Lane:
 
         for start in range(0, source.numel(), step):
             where = slice(start, min(start + step, source.numel()))
-            chunk = land() if len(landing) >= _DEPTH else self._new_chunk(wait=not landing)
+            chunk = land() if len(landing) >= _DEPTH else self._new_chunk()
             if chunk is None and landing:
                 chunk = land()
             if chunk is None:  # none to be had: the driver copies into ordinary memory, and blocks
@@ -138,7 +140,7 @@ class Lane:
             self.driver.copy(_as(chunk, source[where]), source[where], self.stream)
             landing.append((self.driver.record(self.stream), chunk, where))
         while landing:
-            land()
+            self._idle.append(land())
         if into is not dst:
             _copy_host(dst, into)
 
@@ -146,7 +148,7 @@ class Lane:
 
     def _chunk(self) -> torch.Tensor | None:
         if len(self._flying) < _DEPTH:
-            chunk = self._new_chunk(wait=not self._flying)
+            chunk = self._new_chunk()
             if chunk is not None or not self._flying:
                 return chunk
         event, chunk = self._flying.popleft()
@@ -154,7 +156,10 @@ class Lane:
         self.driver.recycle(event)
         return chunk
 
-    def _new_chunk(self, *, wait: bool) -> torch.Tensor | None:
+    def _new_chunk(self) -> torch.Tensor | None:
+        if self._idle:
+            return self._idle.pop()
+        wait = not self._chunks  # whoever holds one never waits for another
         chunk = self.engine.chunks.take(wait=wait, give_up=lambda: self.engine.lost is not None)
         if chunk is not None:
             self._chunks.append(chunk)
@@ -164,6 +169,7 @@ class Lane:
         """The transfer's last event has completed: its chunks are free."""
         while self._flying:
             self.driver.recycle(self._flying.popleft()[0])
+        self._idle.clear()
         while self._chunks:
             self.engine.chunks.give(self._chunks.pop())
         self.held.clear()

@@ -175,9 +175,7 @@ def test_a_source_may_be_written_once_its_upload_was_awaited(
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-def test_small_sources_are_snapshots_taken_by_the_call(
-    run_asyncio: Loop, slow: Slow, pinned: bool
-) -> None:
+def test_small_sources_are_snapshots_taken_by_the_call(run_asyncio: Loop, slow: Slow, pinned: bool) -> None:
     """C02: up to 64 KiB, as the documentation says."""
 
     @aiogpu.task
@@ -235,9 +233,7 @@ def test_an_uploaded_tensor_is_usable_at_once_on_the_awaiting_stream(
 ) -> None:
     """C04: a product right after the await; 100 repeats. Small integers: float32 is exact."""
     generator = torch.Generator().manual_seed(4)
-    sources = [
-        torch.randint(0, 8, (512, 512), generator=generator).float().pin_memory() for _ in range(4)
-    ]
+    sources = [torch.randint(0, 8, (512, 512), generator=generator).float().pin_memory() for _ in range(4)]
     expected = [source @ source for source in sources]
 
     async def use(index: int) -> torch.Tensor:
@@ -274,9 +270,7 @@ def test_a_kernel_right_after_a_pageable_upload_reads_all_of_it(
     run_asyncio(main)
 
 
-def test_memory_of_an_upload_is_not_reused_under_the_awaiting_stream(
-    run_asyncio: Loop, slow: Slow
-) -> None:
+def test_memory_of_an_upload_is_not_reused_under_the_awaiting_stream(run_asyncio: Loop, slow: Slow) -> None:
     """Uploads allocate on a copy stream; dropped while the task still reads, the next upload overwrites."""
 
     @aiogpu.task

@@ -100,7 +100,9 @@ def test_results_are_right_without_cuda_bindings(programs: Together, spin: str) 
     succeeds(programs[f"no bindings, {spin}"])
 
 
-REFUSED = WITHOUT_BINDINGS + """
+REFUSED = (
+    WITHOUT_BINDINGS
+    + """
 async def main():
     async with aiogpu.Runtime(wake="callback"):
         try:
@@ -111,6 +113,7 @@ async def main():
 
 asyncio.run(main())
 """
+)
 
 
 def test_callbacks_that_were_asked_for_and_are_not_there_are_an_error(programs: Together) -> None:

@@ -80,7 +80,9 @@ async def later_calls():
     await asyncio.sleep(0.01)
 """
 
-TWO_LOOPS = FAULT + """
+TWO_LOOPS = (
+    FAULT
+    + """
 barrier = threading.Barrier(2)
 outcome, faulted = {}, []
 
@@ -111,6 +113,7 @@ assert sum(len(results) for results in outcome.values()) == 2 * len(KINDS)
 print("ALL RIGHT")
 sys.exit(7)
 """
+)
 
 
 @pytest.mark.parametrize("spin", ["50e-6", "0.0"], ids=["default", "always-asleep"])
@@ -123,7 +126,9 @@ def test_a_fault_reaches_everybody_through_waiter_threads_as_well(programs: Toge
     succeeds(programs["waiter threads"], code=7)
 
 
-IN_TRIO = FAULT + """
+IN_TRIO = (
+    FAULT
+    + """
 import trio
 
 async def main():
@@ -148,6 +153,7 @@ async def main():
 
 trio.run(main)
 """
+)
 
 
 def test_a_fault_in_trio_ends_the_program_with_its_error(programs: Together) -> None:
@@ -155,7 +161,9 @@ def test_a_fault_in_trio_ends_the_program_with_its_error(programs: Together) -> 
     succeeds(programs["trio"], code=7)
 
 
-BLAME = FAULT + """
+BLAME = (
+    FAULT
+    + """
 @aiogpu.task
 async def main():
     x = torch.ones(200_000, device="cuda")
@@ -178,6 +186,7 @@ try:
 except aiogpu.DeviceLostError:
     pass
 """
+)
 
 
 def test_the_error_names_the_oldest_operations(programs: Together) -> None:

@@ -83,7 +83,9 @@ def run(works, tasks, count, wake="auto"):
     print("ALL RIGHT")
 """
 
-KEEPS_THE_GIL = AWAITS + """
+KEEPS_THE_GIL = (
+    AWAITS
+    + """
 cuda = ctypes.PyDLL("libcuda.so.1")  # PyDLL: the GIL is kept during the call
 pointer, address = ctypes.c_void_p, ctypes.c_uint64
 cuda.cuCtxSetCurrent.argtypes = [pointer]
@@ -130,6 +132,7 @@ def memory():
 
 run([events, events, memory, memory], tasks=8, count=2500, wake=WAKE)
 """
+)
 
 
 @pytest.mark.parametrize("wake", ["auto", "thread"])
@@ -141,7 +144,9 @@ def test_threads_that_keep_the_gil_inside_cuda_do_not_wedge_twenty_thousand_awai
     succeeds(program(body, cycles=cycles, limit=75.0))
 
 
-DESTRUCTORS = AWAITS + """
+DESTRUCTORS = (
+    AWAITS
+    + """
 import warnings
 
 def tensors():
@@ -172,6 +177,7 @@ def garbage():
 
 run([tensors, events, pinned, garbage], tasks=8, count=750)
 """
+)
 
 
 def test_destructors_in_other_threads_do_not_wedge_awaits(cycles: float) -> None:

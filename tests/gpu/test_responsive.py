@@ -174,9 +174,7 @@ def test_upload_compute_and_download_of_different_batches_overlap(
 ) -> None:
     """C19: 20 batches of three equal stages take less than two stages each (in turn: three; ideal: one)."""
     size, batches = 256 * MIB, 20
-    free = [
-        tuple(torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)) for _ in range(3)
-    ]
+    free = [tuple(torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)) for _ in range(3)]
     stage_ms = [5.0]
 
     @aiogpu.task

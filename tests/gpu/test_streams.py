@@ -78,9 +78,7 @@ def test_callbacks_of_the_loop_see_the_default_stream(slow: Slow) -> None:
     @aiogpu.task
     async def main() -> None:
         for _ in range(10):
-            asyncio.get_running_loop().call_soon(
-                lambda: seen.append(torch.cuda.current_stream().cuda_stream)
-            )
+            asyncio.get_running_loop().call_soon(lambda: seen.append(torch.cuda.current_stream().cuda_stream))
             slow(0.1)
             await aiogpu.synchronize()
 
