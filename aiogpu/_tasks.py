@@ -24,11 +24,13 @@ from contextvars import ContextVar
 from functools import partial
 from threading import get_ident
 from typing import Any, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ._engine import Engine, normalize
 from ._errors import CaptureError
+from ._loops import HANDLES, current_handle, handles_in
 from ._operation import Operation
 from ._reactor import Point
 from ._runtime import Runtime, current_runtime
@@ -42,6 +44,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _current: ContextVar[Task | None] = ContextVar("aiogpu_task", default=None)
+
+
+#: For asyncio tasks that were started as somebody's child: the parent, and the child's end.
+_ends: WeakKeyDictionary[Any, tuple[Task, Point]] = WeakKeyDictionary()
 
 
 def current_task() -> Task | None:
@@ -92,6 +98,22 @@ class Task:
         self.end: Point | None = None
 
     # -- edges -------------------------------------------------------------------------------------
+
+    def join_handles(self, yielded: Any) -> None:
+        """This task has awaited others' asyncio tasks, perhaps not children of its own.
+
+        A parent is ordered after its children anyway. A sibling that awaits one shows it by what it
+        yields: its results are used here, too.
+        """
+        here = self.driver.adopt(self.raw)
+        for handle in handles_in(yielded):
+            ended = _ends.get(handle)
+            if ended is None or ended[0] is self:
+                continue
+            self._after(ended[1], here)
+            if not handle.cancelled() and handle.exception() is None:
+                for tensor in tensors_of(handle.result()):
+                    self.driver.keep(tensor, here)
 
     def join_ended(self) -> None:
         """Before a step: order it after children that have ended since the last one."""
@@ -168,6 +190,9 @@ class Task:
         else:
             users = [parent.driver.adopt(parent.raw), parent.lease.stream]
             parent.ended.append(point)
+            handle = current_handle()
+            if handle is not None:
+                _ends[handle] = (parent, point)
         for tensor in tensors:
             for stream in users:
                 if stream.raw != self.lease.stream.raw:
@@ -187,17 +212,21 @@ def _drive(task: Task, coroutine: Coroutine[Any, Any, R]) -> Generator[Any, Any,
     ended = task.ended
     step: Callable[[Any], Any] = coroutine.send
     value: Any = None
+    waited: Any = None
     while True:
         saved = swap(task.raw)
         resume()
         task.running = get_ident()
         try:
-            if ended:
+            if ended or waited is not None:
                 try:
                     task.join_ended()
+                    if waited is not None:
+                        task.join_handles(waited)
                 except Exception as error:  # a lost device: the coroutine shall see it, and clean up
                     step, value = coroutine.throw, task.engine.blame(error)
             yielded = step(value)
+            waited = yielded if yielded.__class__ in HANDLES else None
         except StopIteration as stop:
             result: R = stop.value
             return result

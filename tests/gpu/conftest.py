@@ -79,8 +79,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def programs(cycles: float) -> Iterator[Together]:
-    yield Together(cycles)
+def programs(cycles: float) -> Together:
+    return Together(cycles)
 
 
 @pytest.fixture
