@@ -41,11 +41,14 @@ STICKY_TEXT = (
     "context is destroyed",
 )
 
-# torch.cuda.Event's methods without their Python wrappers, which every await would pay for.
+# What every await calls, bound once; torch.cuda.Event's methods without their Python wrappers.
+_get_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
+_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _EventBase: Any = getattr(torch._C, "_CudaEventBase", None)
-_record: Callable[[Any, Any], None] = getattr(_EventBase, "record", None)  # type: ignore[assignment]
-_wait: Callable[[Any, Any], None] = getattr(_EventBase, "wait", None)  # type: ignore[assignment]
-_query: Callable[[Any], bool] = getattr(_EventBase, "query", None)  # type: ignore[assignment]
+_record: Any = getattr(_EventBase, "record", None)
+_wait: Any = getattr(_EventBase, "wait", None)
+_query: Any = getattr(_EventBase, "query", None)
 
 #: Notification streams opened at once: one for each stream that is waited for while its loop sleeps.
 _NOTIFY_STREAMS = 32
@@ -237,27 +240,27 @@ class CudaDriver(Driver):
     # -- the thread's current stream ---------------------------------------------------------------
 
     def swap(self, raw: Any) -> Any:
-        saved = torch._C._cuda_getCurrentStream(self._index)
+        saved = _get_stream(self._index)
         if saved != raw:
-            torch._C._cuda_setStream(*raw)
+            _set_stream(*raw)
         return saved
 
     def restore(self, saved: Any) -> Any:
-        raw = torch._C._cuda_getCurrentStream(self._index)
+        raw = _get_stream(self._index)
         if raw != saved:
-            torch._C._cuda_setStream(*saved)
+            _set_stream(*saved)
         return raw
 
     def _everywhere(self) -> _Everywhere:
-        get = torch._C._cuda_getCurrentStream
-        return _Everywhere(torch._C._cuda_getDevice(), tuple(map(get, range(torch.cuda.device_count()))))
+        raws = tuple(map(_get_stream, range(torch.cuda.device_count())))
+        return _Everywhere(torch._C._cuda_getDevice(), raws)
 
     def _swap_many(self, raw: Any) -> Any:
         saved = self._everywhere()
         if isinstance(raw, _Everywhere):
             self._install(raw, saved)
         else:
-            torch._C._cuda_setStream(*raw)  # makes its device current, too
+            _set_stream(*raw)  # makes its device current, too
         return saved
 
     def _restore_many(self, saved: Any) -> Any:
@@ -268,12 +271,12 @@ class CudaDriver(Driver):
     def _install(self, wanted: _Everywhere, now: _Everywhere) -> None:
         for raw, old in zip(wanted.raws, now.raws, strict=True):
             if raw != old:
-                torch._C._cuda_setStream(*raw)
+                _set_stream(*raw)
         # Not cudaSetDevice: it would make a context on a device that nobody has used.
         torch._C._cuda_maybeExchangeDevice(wanted.device)
 
     def current(self) -> Stream:
-        raw = torch._C._cuda_getCurrentStream(self._index)
+        raw = _get_stream(self._index)
         return self._known.get(raw) or self.adopt(raw)
 
     def adopt(self, native: Any) -> Stream:
@@ -305,7 +308,7 @@ class CudaDriver(Driver):
             tensor.record_stream(stream.native)
 
     def capturing(self) -> bool:
-        return torch._C._cuda_isCurrentStreamCapturing()
+        return bool(_capturing())
 
     def relaxed(self) -> Any:
         if self.entries is None:
