@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import trio
 
-__all__ = ["HANDLES", "Door", "DoorClosed", "current_handle", "current_token", "handles_in", "open_door"]
+__all__ = ["Door", "DoorClosed", "current_token", "open_door"]
 
 
 class DoorClosed(RuntimeError):
@@ -268,18 +268,3 @@ def open_door() -> Door:
             "asyncio.run(main()), uvloop.run(main()), trio.run(main) or anyio.run(main)"
         )
     return AsyncioDoor() if isinstance(token, asyncio.AbstractEventLoop) else TrioDoor()
-
-
-#: What a coroutine yields when it waits for another one's task, directly or through asyncio.gather.
-HANDLES: frozenset[type] = frozenset({asyncio.Task, asyncio.tasks._GatheringFuture})  # type: ignore[attr-defined]
-
-
-def handles_in(yielded: Any) -> list[asyncio.Task[Any]]:
-    """The finished tasks behind a yielded handle."""
-    children = getattr(yielded, "_children", (yielded,))
-    return [task for task in children if isinstance(task, asyncio.Task) and task.done()]
-
-
-def current_handle() -> asyncio.Task[Any] | None:
-    """The asyncio task that runs this code; ``None`` elsewhere."""
-    return asyncio.current_task() if asyncio._get_running_loop() is not None else None

@@ -15,12 +15,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import sys
 import threading
 import time
 from typing import Any, Protocol
 
 __all__ = ["Notifier", "PosixSignal", "Sleeper", "ThreadSignal"]
+
+log = logging.getLogger("aiogpu")
 
 #: Seconds between two looks at what nobody has announced. A fault is reported within twice this time.
 PERIOD = 0.5
@@ -30,6 +33,9 @@ class Sleeper(Protocol):
     """A reactor as the notifier sees it."""
 
     sleeping: bool
+
+    @property
+    def closed(self) -> bool: ...
 
     def wake(self) -> None: ...
 
@@ -109,7 +115,7 @@ class Notifier:
         self.period = PERIOD
         self._sleepers: list[Sleeper] = []
         self._orphans: list[Orphan] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -160,16 +166,28 @@ class Notifier:
             busy = self._sleepers or self._orphans
             period = 0.02 if self._orphans else self.period
             self.signal.wait(period if busy else None)
+            # Whatever goes wrong with one of them, the others still need this thread.
             for sleeper in list(self._sleepers):
-                if sleeper.sleeping:
-                    sleeper.wake()
+                try:
+                    if sleeper.sleeping or sleeper.closed:
+                        sleeper.wake()
+                except Exception:
+                    log.exception("aiogpu: an event loop could not be woken")
             if self._orphans:
                 self._sweep()
 
     def _sweep(self) -> None:
         with self._lock:
             orphans = list(self._orphans)
-        over = {id(orphan) for orphan in orphans if orphan.look()}
+        over = {id(orphan) for orphan in orphans if _is_over(orphan)}
         if over:
             with self._lock:
                 self._orphans = [o for o in self._orphans if id(o) not in over]
+
+
+def _is_over(orphan: Orphan) -> bool:
+    try:
+        return orphan.look()
+    except Exception:
+        log.exception("aiogpu: work whose event loop has closed could not be wound up")
+        return True

@@ -106,7 +106,7 @@ class Operation(Generic[T]):
         self._state = State.QUEUED
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiters: list[tuple[Door, Callable[[BaseException | None], None]]] = []
         self._awaited = False
         # Result tensors on the device, and the streams their memory is already known to be used on.

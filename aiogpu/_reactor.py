@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -162,15 +161,18 @@ class Reactor:
         event: Event,
         callback: Callable[[BaseException | None], None] | None = None,
         keep: Any = None,
+        waiter: Any = None,
     ) -> Point:
         """The same from another thread. Without a loop any more, the notifier looks after it."""
-        point = Point(engine, event, callback, keep)
+        point = Point(engine, event, callback, keep, waiter)
         # The inbox first, the post second: whichever of a closing loop's last look and this thread
         # comes last finds the point in the inbox and takes it out, exactly once (deque.popleft).
         self.inbox.append((engine, stream, point))
         try:
             self.door.post(self._take_in)
         except DoorClosed:
+            self.abandon()
+        if self._abandoned:  # in the meantime: its last look may have come before our entry
             self.abandon()
         return point
 
@@ -217,7 +219,8 @@ class Reactor:
         faults: list[tuple[_Lane, Exception]] = []
         # One bracket around all queries: leaving another thread's graph capture alone costs 1.5 µs.
         with self._relaxed():
-            for lane in self._lanes.values():
+            # A copy: a garbage collection in here may close a task, whose end makes a new lane.
+            for lane in tuple(self._lanes.values()):
                 points = lane.points
                 if points:
                     query = lane.engine.driver.query
@@ -249,7 +252,8 @@ class Reactor:
         """The device reported an error: a sticky one reaches everybody who waits for the device."""
         engine = lane.engine
         # Taken before anything is resolved: the oldest are the likeliest culprits.
-        oldest = [repr(operation) for operation in islice(self.operations, 3)]
+        # A copy at once: staging threads take theirs out meanwhile.
+        oldest = [repr(operation) for operation in tuple(self.operations)[:3]]
         error = engine.fault(cause, oldest)
         if not isinstance(error, DeviceLostError):
             self._fail(lane, 1, error)  # it belongs to whoever was asked about
@@ -277,7 +281,7 @@ class Reactor:
         # behind the event and runs, at the earliest, after it was enqueued.
         self.sleeping = True
         self._busy = False
-        for lane in self._lanes.values():
+        for lane in tuple(self._lanes.values()):
             if lane.points and lane.armed is not lane.points[0]:
                 self._arm(lane)
 
@@ -326,14 +330,22 @@ class Reactor:
                 break
         self.pending = 0
         self.sleeping = False
+        self.orphan(points)
+        return points
+
+    def orphan(self, points: list[Point]) -> None:
+        """Let the notifier look after ``points``. The loop may go on without us, and so its waiters."""
         for point in points:
             if point.waiter is not None:
-                # The loop may go on without us (an explicit runtime was left): its waiters, too.
                 waiter, point.waiter = point.waiter, None
                 point.callback = partial(self._settle_late, waiter)
         if points:
             points[0].engine.notifier.adopt(points)
-        return points
+
+    @property
+    def closed(self) -> bool:
+        """Is the loop gone, without having told us?"""
+        return self.door.closed
 
     def _settle_late(self, waiter: Any, error: BaseException | None) -> None:
         try:

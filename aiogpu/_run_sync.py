@@ -36,29 +36,32 @@ class _Call:
         self.fn: Callable[..., Any] | None = fn
         self.args = args
         self.stream = engine.driver.current()
+        self.everywhere = engine.driver.everywhere()
         self.modes = _torchstate.capture()
         self.context = copy_context()
-        #: The task's lease while the call is abandoned. A list: both threads may take it out, one gets it.
-        self.leases: list[Lease] = []
+        #: While the call is abandoned: the task's lease, and what the task kept alive for the device. A
+        #: list: both threads may take it out, one gets it.
+        self.leases: list[tuple[Lease, Any]] = []
         self.result: Any = None
         self.error: BaseException | None = None
         self.returned = False  # set in the worker thread
         self.landed = False  # set on the loop's thread
         self.settle: Callable[[BaseException | None], None] | None = None
 
-    def run(self, returned: Callable[[], None]) -> None:
+    def run(self, returned: Callable[[Any], None]) -> None:
         """In the worker thread. Raises nothing: every outcome belongs to the waiter."""
         driver = self.engine.driver
         try:
-            with driver.on(self.stream), self.modes.applied():
+            with driver.on_all(self.everywhere), self.modes.applied():
                 assert self.fn is not None
                 self.result = self.context.run(self.fn, *self.args)
         except BaseException as error:
             self.error = error
         finally:
+            keep = (self.fn, self.args)
             self.fn, self.args = None, ()
             _torchstate.scrub()
-            returned()
+            returned(keep)
 
     def outcome(self) -> Any:
         try:
@@ -102,6 +105,7 @@ async def run_sync(
     runtime = current_runtime()
     task = current_task()
     engine = task.engine if task is not None else await runtime.engine(None)
+    engine.check()
     limiter = limiter or runtime.limiter
     borrower = object()
     await limiter.acquire_on_behalf_of(borrower)
@@ -116,9 +120,9 @@ async def run_sync(
         if call.settle is not None:
             call.settle(None)
 
-    def returned() -> None:
+    def returned(keep: Any) -> None:
         call.returned = True
-        _return_lease(runtime, call)
+        _return_lease(runtime, call, keep)
         try:
             door.post(on_loop)
         except DoorClosed:
@@ -132,19 +136,20 @@ async def run_sync(
     try:
         await _wait(door, call, abandon_on_cancel)
     except BaseException:
-        if abandon_on_cancel and task is not None:
+        if not call.landed and task is not None:  # it is still running, or has just returned
             task.lease.hold()
-            call.leases.append(task.lease)
-            if call.returned:  # in the meantime: whichever thread takes the lease out gives it back
-                _return_lease(runtime, call)
+            call.leases.append((task.lease, task.keep))
+            if call.returned:  # whichever thread takes the lease out gives it back
+                _return_lease(runtime, call, None)
         raise
     return call.outcome()  # type: ignore[no-any-return]
 
 
-def _return_lease(runtime: Runtime, call: _Call) -> None:
-    """The abandoned function has returned: its stream is busy until what it submitted has ended."""
+def _return_lease(runtime: Runtime, call: _Call, keep: Any) -> None:
+    """The abandoned function has returned: its stream is busy, and what it used is kept, until what it
+    submitted has ended."""
     try:
-        lease = call.leases.pop()
+        lease, kept = call.leases.pop()
     except IndexError:
         return
     try:
@@ -152,7 +157,7 @@ def _return_lease(runtime: Runtime, call: _Call) -> None:
     except Exception:
         lease.release(None)
     else:
-        lease.release(runtime.watch(call.engine, call.stream, event))
+        lease.release(runtime.watch(call.engine, call.stream, event, keep=(keep, kept)))
 
 
 async def _wait(door: Door, call: _Call, abandon: bool) -> None:
@@ -162,15 +167,26 @@ async def _wait(door: Door, call: _Call, abandon: bool) -> None:
     ``Task.cancel``, from which no scope can shield, and which cancels the very future that we wait for.
     """
     cancellation: BaseException | None = None
-    with anyio.CancelScope(shield=not abandon):
+    scope = anyio.CancelScope(shield=not abandon)
+    scope.__enter__()
+    try:
         while not call.landed:
             waiter = door.waiter()
             call.settle = door.settler(waiter)
             try:
                 await door.park(waiter)
             except BaseException as error:
-                if abandon:
+                if abandon or isinstance(error, GeneratorExit):
                     raise
                 cancellation = error
+    except GeneratorExit:
+        # A coroutine that is being closed cannot wait: the function is abandoned. Nor can it leave a
+        # scope, which may be done in the task that entered it only; the scope goes down with its task.
+        raise
+    except BaseException as error:
+        if scope.__exit__(type(error), error, error.__traceback__):
+            return
+        raise
+    scope.__exit__(None, None, None)
     if cancellation is not None:
         raise cancellation

@@ -149,6 +149,8 @@ class Runtime:
         self.debug = debug if debug is not None else bool(env("DEBUG", int, 0))
         self.closed = False
         self._explicit = False
+        #: Who has taken over this implicit runtime's reactor; tasks of before still hold this one.
+        self._successor: Runtime | None = None
         self._reactor: Reactor | None = None
         self._limiter: anyio.CapacityLimiter | None = None
 
@@ -184,7 +186,7 @@ class Runtime:
     async def aclose(self) -> None:
         """Wait for what is in flight, at most ``grace`` seconds, and let go of the loop."""
         if self.closed or self._reactor is None:
-            self.closed = True
+            self.closed = True  # also where another runtime has taken over
             return
         try:
             # Shielded, but bounded: a cancelled task still deserves its buffers back in order.
@@ -203,7 +205,7 @@ class Runtime:
         """An explicit runtime on a loop that was already in use: same reactor, new settings."""
         reactor = implicit.reactor
         reactor.spin = self.spin
-        self._reactor, implicit._reactor, implicit.closed = reactor, None, True
+        self._reactor, implicit._successor, implicit.closed = reactor, self, True
         reactor.door.on_close(self._close_with_loop)
 
     async def _close_with_loop(self) -> None:
@@ -230,7 +232,7 @@ class Runtime:
             if runtime is self:
                 del _runtimes[token]
         _here.token, _here.runtime = None, None
-        operations = [repr(operation) for operation in reactor.operations]
+        operations = [repr(operation) for operation in tuple(reactor.operations)]
         points = reactor.abandon()
         if points or operations:
             names = ", ".join(operations[:5]) or f"{len(points)} points in flight"
@@ -250,24 +252,30 @@ class Runtime:
         event: Event,
         callback: Callable[[BaseException | None], None] | None = None,
         keep: Any = None,
+        waiter: Any = None,
     ) -> Point:
         """:meth:`Reactor.watch` from wherever this is: the loop, another thread, after the end.
 
         A coroutine may be closed by the garbage collector, in any thread and after its loop is gone.
         """
+        if self._successor is not None:
+            return self._successor.watch(engine, stream, event, callback, keep, waiter)
         reactor = self._reactor
-        if reactor is None or self.closed:
-            point = Point(engine, event, callback, keep)
-            engine.notifier.adopt([point])
+        assert reactor is not None, "nobody gets a runtime before it is entered"
+        if self.closed:
+            point = Point(engine, event, callback, keep, waiter)
+            reactor.orphan([point])
             return point
         if _loops.current_token() is reactor.door.token:
-            return reactor.watch(engine, stream, event, callback, keep)
-        return reactor.watch_from_thread(engine, stream, event, callback, keep)
+            return reactor.watch(engine, stream, event, callback, keep, waiter)
+        return reactor.watch_from_thread(engine, stream, event, callback, keep, waiter)
 
     # -- what the rooms above use ------------------------------------------------------------------
 
     @property
     def reactor(self) -> Reactor:
+        if self._successor is not None:
+            return self._successor.reactor
         if self._reactor is None or self.closed:
             raise RuntimeError(
                 "this Runtime is closed"

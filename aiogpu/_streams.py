@@ -68,7 +68,9 @@ class StreamPool:
         self._driver = driver
         self._kind = kind
         self._slots: dict[int, list[_Slot]] = {}
-        self._lock = threading.Lock()
+        # Re-entrant, as all our locks: a garbage collection at any allocation may close a suspended task,
+        # which gives its lease back in this very thread.
+        self._lock = threading.RLock()
 
     def is_open(self, priority: int) -> bool:
         """Can streams of this priority be leased?"""

@@ -84,8 +84,12 @@ def _reach(runtime: Runtime, engine: Engine, stream: Stream | None = None) -> Aw
         stream = driver.current()
     reactor = runtime.reactor
     door = reactor.door
+    try:
+        event = driver.record(stream)
+    except Exception as error:
+        raise engine.fault(error) from error.__cause__
     waiter = door.waiter()
-    reactor.watch(engine, stream, driver.record(stream), None, None, waiter)
+    reactor.watch(engine, stream, event, None, None, waiter)
     return door.park(waiter)
 
 
@@ -96,12 +100,18 @@ async def _event(runtime: Runtime, event: torch.cuda.Event) -> None:
         return
     engine = await runtime.engine(normalize(device))
     _refuse_capture(engine)
-    lease: Lease = engine.sides.lease()
-    engine.driver.wait(lease.stream, event)
-    ours = engine.driver.record(lease.stream)
     door = runtime.reactor.door
     waiter = door.waiter()
-    lease.release(runtime.reactor.watch(engine, lease.stream, ours, waiter=waiter))
+    lease: Lease = engine.sides.lease()
+    point = None
+    try:
+        engine.driver.wait(lease.stream, event)
+        ours = engine.driver.record(lease.stream)
+        point = runtime.reactor.watch(engine, lease.stream, ours, waiter=waiter)
+    except Exception as error:
+        raise engine.fault(error) from error.__cause__
+    finally:
+        lease.release(point)
     await door.park(waiter)
 
 

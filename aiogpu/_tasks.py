@@ -24,13 +24,11 @@ from contextvars import ContextVar
 from functools import partial
 from threading import get_ident
 from typing import Any, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ._engine import Engine, normalize
 from ._errors import CaptureError
-from ._loops import HANDLES, current_handle, handles_in
 from ._operation import Operation
 from ._reactor import Point
 from ._runtime import Runtime, current_runtime
@@ -46,10 +44,6 @@ R = TypeVar("R")
 _current: ContextVar[Task | None] = ContextVar("aiogpu_task", default=None)
 
 
-#: For asyncio tasks that were started as somebody's child: the parent, and the child's end.
-_ends: WeakKeyDictionary[Any, tuple[Task, Point]] = WeakKeyDictionary()
-
-
 def current_task() -> Task | None:
     """The task whose step is running on this thread; ``None`` in undecorated code."""
     task = _current.get()
@@ -60,6 +54,7 @@ class Task:
     """One call of a decorated coroutine function."""
 
     __slots__ = (
+        "door",
         "driver",
         "end",
         "ended",
@@ -80,9 +75,12 @@ class Task:
     ) -> None:
         self.name = name
         self.runtime = runtime
+        self.door = runtime.reactor.door  # also when the runtime is left before the task ends
         self.engine = engine
         self.driver: Driver = engine.driver
+        self.end: Point | None = None
         self.parent = parent
+        self.parent = self.living_parent()
         self.lease = engine.compute.lease(priority)
         #: The current stream as of the last suspension: the lease's, or one chosen in a block.
         self.raw: Any = self.lease.stream.raw
@@ -95,25 +93,8 @@ class Task:
         #: Transfers that were started by this task and have not finished.
         self.operations: set[Operation[Any]] = set()
         self.keep: Any = None
-        self.end: Point | None = None
 
     # -- edges -------------------------------------------------------------------------------------
-
-    def join_handles(self, yielded: Any) -> None:
-        """This task has awaited others' asyncio tasks, perhaps not children of its own.
-
-        A parent is ordered after its children anyway. A sibling that awaits one shows it by what it
-        yields: its results are used here, too.
-        """
-        here = self.driver.adopt(self.raw)
-        for handle in handles_in(yielded):
-            ended = _ends.get(handle)
-            if ended is None or ended[0] is self:
-                continue
-            self._after(ended[1], here)
-            if not handle.cancelled() and handle.exception() is None:
-                for tensor in tensors_of(handle.result()):
-                    self.driver.keep(tensor, here)
 
     def join_ended(self) -> None:
         """Before a step: order it after children that have ended since the last one."""
@@ -125,7 +106,7 @@ class Task:
         # None once it is done: another thread may finish it right here. A recycled event that has
         # been recorded anew orders too much, never too little.
         event = point.event
-        if event is not None:
+        if event is not None and not self.driver.eager and not point.engine.driver.eager:
             self.driver.wait(current, event)
             if current.raw != self.lease.stream.raw:
                 self.driver.wait(self.lease.stream, event)
@@ -133,13 +114,14 @@ class Task:
     def fork(self) -> None:
         """Order this task after what its parent, or the code around it, has submitted."""
         driver, stream = self.driver, self.lease.stream
+        self.engine.check()
         ambient = driver.current()
         sources = []
         if not driver.is_default(ambient) or not driver.legacy_orders:
             sources.append((driver, ambient))
         # A parent that has ended may still be running on the device.
         parent = _current.get()
-        if parent is not None and not parent.driver.eager and parent.running != get_ident():
+        if parent is not None and parent.running != get_ident() and not (parent.driver.eager or driver.eager):
             sources.append((parent.driver, parent.driver.adopt(parent.raw)))
         for source, before in sources:
             if source is driver:
@@ -149,9 +131,7 @@ class Task:
                 driver.wait(stream, event)
                 source.recycle(event)
 
-    def finish(
-        self, tensors: list[torch.Tensor], callback: Callable[[BaseException | None], None] | None
-    ) -> Point:
+    def finish(self, tensors: list[torch.Tensor], waiter: Any = None) -> Point:
         """The coroutine has ended: record the end, order the parent after it, give the stream back."""
         driver, stream = self.driver, self.lease.stream
         keep, self.keep = self.keep, None
@@ -163,7 +143,7 @@ class Task:
             self.engine.leaked.append(keep)
             self.lease.release(None)
             raise self.engine.blame(error) from None
-        point = self.runtime.watch(self.engine, stream, event, callback, keep)
+        point = self.runtime.watch(self.engine, stream, event, None, keep, waiter)
         self.end = point
         try:
             self._join_parent(point, tensors)
@@ -172,31 +152,43 @@ class Task:
         return point
 
     def _join_parent(self, point: Point, tensors: list[torch.Tensor]) -> None:
+        """Order whoever goes on after this task behind it, and mark its results as used there."""
+        parent = self.parent = self.living_parent()
+        at_once: list[Stream] = []
+        ambient = self.driver.current()
+        # Blocking streams order the default stream. A mark there would become an event on the legacy
+        # stream when the tensor is freed: a barrier over all compute streams.
+        if not (self.driver.legacy_orders and self.driver.is_default(ambient)):
+            at_once.append(ambient)
+        later: list[Stream] = []
+        if parent is not None and not parent.driver.eager:
+            if parent.running == get_ident():
+                # A plainly awaited child: the parent goes on within this very step.
+                at_once += [parent.driver.current(), parent.lease.stream]
+            else:
+                later = [parent.driver.adopt(parent.raw), parent.lease.stream]
+                parent.add_ended(point)
+        users = {stream.raw: stream for stream in (*at_once, *later)}
+        users.pop(self.lease.stream.raw, None)
+        for stream in {stream.raw: stream for stream in at_once}.values():
+            if point.event is not None and not self.driver.eager:
+                self.driver.wait(stream, point.event)
+        for tensor in tensors:
+            for stream in users.values():
+                self.driver.keep(tensor, stream)
+
+    def living_parent(self) -> Task | None:
+        """The nearest ancestor that has not ended. Ended ones are let go of: a task that starts its own
+        successor, for ever, would keep them all."""
         parent = self.parent
         while parent is not None and parent.end is not None:
             parent = parent.parent
-        if parent is None:
-            users = [self.driver.current()]
-            if self.driver.legacy_orders and self.driver.is_default(users[0]):
-                # Blocking streams order it. A mark on the legacy stream would become an event there
-                # when the tensor is freed: a barrier over all compute streams.
-                users = []
-            elif point.event is not None:
-                self.driver.wait(users[0], point.event)
-        elif parent.running == get_ident():
-            # A plainly awaited child: the parent goes on within this very step.
-            users = [parent.driver.current(), parent.lease.stream]
-            parent._after(point, users[0])
-        else:
-            users = [parent.driver.adopt(parent.raw), parent.lease.stream]
-            parent.ended.append(point)
-            handle = current_handle()
-            if handle is not None:
-                _ends[handle] = (parent, point)
-        for tensor in tensors:
-            for stream in users:
-                if stream.raw != self.lease.stream.raw:
-                    self.driver.keep(tensor, stream)
+        return parent
+
+    def add_ended(self, point: Point) -> None:
+        self.ended.append(point)
+        if len(self.ended) % 64 == 0:  # a parent that never steps, such as a server's main
+            self.ended[:] = [each for each in self.ended if not each.done]
 
 
 @types.coroutine
@@ -212,21 +204,17 @@ def _drive(task: Task, coroutine: Coroutine[Any, Any, R]) -> Generator[Any, Any,
     ended = task.ended
     step: Callable[[Any], Any] = coroutine.send
     value: Any = None
-    waited: Any = None
     while True:
         saved = swap(task.raw)
         resume()
         task.running = get_ident()
         try:
-            if ended or waited is not None:
+            if ended:
                 try:
                     task.join_ended()
-                    if waited is not None:
-                        task.join_handles(waited)
                 except Exception as error:  # a lost device: the coroutine shall see it, and clean up
                     step, value = coroutine.throw, task.engine.blame(error)
             yielded = step(value)
-            waited = yielded if yielded.__class__ in HANDLES else None
         except StopIteration as stop:
             result: R = stop.value
             return result
@@ -279,10 +267,10 @@ async def _call(
         arguments.clear()
         del args, kwargs, boxes
         result = await _drive(task, coroutine)
-        while task.operations:  # never awaited: the task's end is ordered after them all the same
-            await next(iter(task.operations))._finished(runtime.reactor.door)
+        for operation in tuple(task.operations):  # never awaited: the end is ordered after them all the same
+            await operation._finished(task.door)
     except BaseException:
-        for operation in task.operations:
+        for operation in tuple(task.operations):
             operation._awaited = True  # whoever failed or was cancelled does not owe an await
         _finish_failed(task)
         raise
@@ -298,7 +286,7 @@ async def _call(
 
 def _finish_failed(task: Task) -> None:
     try:
-        task.finish([], None)
+        task.finish([])
     except Exception:
         pass  # the device is lost, too; the task's own exception tells more
 
@@ -306,13 +294,15 @@ def _finish_failed(task: Task) -> None:
 async def _result(task: Task, result: R) -> R:
     """End ``task`` well: its result is safe to use, in order and in memory, for whoever gets it."""
     tensors = [t for t in tensors_of(result) if t.device == task.engine.device]
-    root = task.parent is None or task.parent.end is not None
-    if not (root and tensors and not task.driver.eager):
-        task.finish(tensors, None)
+    parent = task.living_parent()
+    # Whoever has no stream that could be ordered behind it gets a result that is finished.
+    finished = (parent is None or parent.driver.eager) and tensors and not task.driver.eager
+    if not finished:
+        task.finish(tensors)
         return result
-    door = task.runtime.reactor.door
+    door = task.door
     waiter = door.waiter()
-    task.finish(tensors, door.settler(waiter))
+    task.finish(tensors, waiter)
     await door.park(waiter)
     return result
 
@@ -327,11 +317,11 @@ class _Status:
     def started(self, value: Any = None) -> None:
         task = self._task
         parent = task.parent
-        if parent is not None and parent.end is None and not task.driver.eager:
+        if parent is not None and parent.end is None and not (task.driver.eager or parent.driver.eager):
             stream = task.driver.current()
             event = task.driver.record(stream)
             point = task.runtime.watch(task.engine, stream, event)
-            parent.ended.append(point)
+            parent.add_ended(point)
             for tensor in tensors_of(value):
                 task.driver.keep(tensor, parent.lease.stream)
         self._inner.started(value)

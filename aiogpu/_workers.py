@@ -8,6 +8,7 @@ to relaxed capture mode once, and scrubbed of leaked torch modes by whoever runs
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 import weakref
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 __all__ = ["WorkerPool"]
+
+log = logging.getLogger("aiogpu")
 
 Job = Callable[[], object]
 
@@ -29,7 +32,7 @@ class WorkerPool:
         self.limit = limit
         self._name = name
         self._enter_thread = enter_thread
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = 0
         self._closed = False
@@ -54,7 +57,10 @@ class WorkerPool:
             self._jobs.put(job)
 
     def _run(self) -> None:
-        self._enter_thread()
+        try:
+            self._enter_thread()
+        except Exception:  # a lost device: the jobs meet the same error, and report it
+            log.exception("aiogpu: a worker thread could not be set to its device")
         while (job := self._jobs.get()) is not None:
             job()
             del job  # while it waits, a worker must not hold the last job's tensors

@@ -166,19 +166,64 @@ def test_a_block_on_the_users_own_stream_is_forked_and_joined(run, vd):
 # -- share() -----------------------------------------------------------------------------------------
 
 
-def test_a_sibling_that_awaits_a_task_is_ordered_after_it_by_share(run_asyncio, vd):
-    """Only parents are ordered after children by themselves; a sibling says ``share``."""
+async def pending_or_not(task):
+    return await task
+
+
+async def ended(task):
+    while not task.done():
+        await asyncio.sleep(0)
+    return await task
+
+
+async def through_wait(task):
+    await asyncio.wait([task])
+    return task.result()
+
+
+async def through_asyncios_gather(task):
+    return (await asyncio.gather(task))[0]
+
+
+async def through_aiogpus_gather(task):
+    return (await aiogpu.gather(task))[0]
+
+
+async def through_another_task(task):
+    return await asyncio.create_task(pending_or_not(task))
+
+
+@pytest.mark.parametrize(
+    "awaits",
+    [
+        pending_or_not,
+        ended,
+        through_wait,
+        asyncio.shield,
+        lambda task: asyncio.wait_for(task, 60),
+        through_asyncios_gather,
+        through_aiogpus_gather,
+        through_another_task,
+    ],
+    ids=["await", "ended", "wait", "shield", "wait_for", "gather", "aiogpu.gather", "another task"],
+)
+@pytest.mark.parametrize("suspends", [False, True])
+def test_share_orders_a_sibling_however_it_awaits(run_asyncio, vd, awaits, suspends):
+    """A task that awaits a child of somebody else cannot be seen doing so when that child has ended."""
     seen: list[float] = []
 
     @aiogpu.task
     async def producer():
         y = cell()
         write(vd, y, 5)
+        if suspends:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
         return y
 
     @aiogpu.task
     async def consumer(task):
-        y = aiogpu.share(await task)
+        y = aiogpu.share(await awaits(task))
         read(vd, y, seen)
 
     @aiogpu.task

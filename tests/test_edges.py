@@ -525,26 +525,3 @@ def test_tasks_that_wait_for_each_others_work_on_shared_streams_do_not_deadlock(
 
     go(run, vd, lambda: node(4))
     assert vd.idle
-
-
-@pytest.mark.parametrize("way", ["await", "gather"])
-def test_a_sibling_that_awaits_anothers_task_is_ordered_after_it(vd, run_asyncio, way):
-    x = cell()
-
-    @aiogpu.task
-    async def child():
-        await asyncio.sleep(0)
-        write(vd, x, 1)
-        return x
-
-    @aiogpu.task
-    async def sibling(handle):
-        await (handle if way == "await" else asyncio.gather(handle))
-        read(vd, x, [])  # a RaceError without an edge
-
-    @aiogpu.task
-    async def parent():
-        handle = asyncio.create_task(child())
-        await asyncio.create_task(sibling(handle))
-
-    go(run_asyncio, vd, parent)

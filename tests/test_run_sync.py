@@ -232,6 +232,33 @@ def test_a_running_call_is_waited_for(run, auto_vd, gate, until):
     run(main)
 
 
+def test_a_cancelled_caller_sleeps_while_its_call_runs(run, auto_vd, gate, until, monkeypatch):
+    """A scope delivers its cancellation again and again; whoever is not shielded from it spins."""
+    waits = 0
+
+    async def main():
+        door = aiogpu.current_runtime().reactor.door
+        settler = type(door).settler
+
+        def counted(*args):
+            nonlocal waits
+            waits += 1
+            return settler(*args)
+
+        monkeypatch.setattr(type(door), "settler", counted)
+        async with anyio.create_task_group() as group:
+            group.start_soon(aiogpu.run_sync, gate)
+            await until(gate.entered.is_set)
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                for _ in range(50):
+                    await anyio.lowlevel.checkpoint()
+            gate.leave.set()
+
+    run(main)
+    assert waits <= 2
+
+
 def test_a_running_call_outlasts_asyncios_own_cancellations(run_asyncio, auto_vd, gate, until):
     """``Task.cancel`` may come more than once, and no scope shields from it."""
 
@@ -427,6 +454,33 @@ def test_idle_threads_are_used_again(run, auto_vd):
 
 
 # -- what it holds -----------------------------------------------------------------------------------
+
+
+def test_an_exception_leaves_no_cycle_behind(run, anydevice):
+    """What its frames hold goes with the exception, not with some later garbage collection."""
+
+    class Failure(Exception):
+        pass
+
+    def fails():
+        raise Failure
+
+    async def main():
+        alive = None
+        gc.collect()
+        gc.disable()
+        try:
+            try:
+                await aiogpu.run_sync(fails)
+            except Failure as error:
+                alive = weakref.ref(error)
+            await aiogpu.run_sync(lambda: None)  # the worker has let go of its last job
+            assert alive is not None
+            assert alive() is None
+        finally:
+            gc.enable()
+
+    run(main)
 
 
 def test_nothing_holds_arguments_or_results_after_the_call(run, anydevice):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -134,10 +134,18 @@ class Driver(abc.ABC):
     def adopt(self, native: Any) -> Stream:
         """The stream behind a user's stream object, or behind a ``raw``."""
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def everywhere(self) -> Any:
+        """The calling thread's current device and streams, on all devices: for :meth:`on_all`."""
+        return self.current().raw
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Within the block, ``stream`` is the calling thread's current stream."""
-        saved = self.swap(stream.raw)
+        return self.on_all(stream.raw)
+
+    @contextmanager
+    def on_all(self, everywhere: Any) -> Iterator[None]:
+        """Within the block, the calling thread has what another one had at :meth:`everywhere`."""
+        saved = self.swap(everywhere)
         try:
             yield
         finally:

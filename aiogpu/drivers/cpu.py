@@ -33,7 +33,7 @@ class HostEvent:
     __slots__ = ("_callbacks", "_done", "_lock", "error")
 
     def __init__(self) -> None:
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Condition()
         self._done = False
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
@@ -69,7 +69,7 @@ class CommandQueue:
 
     def __init__(self, run_soon: Callable[[Callable[[], None]], None]) -> None:
         self._run_soon = run_soon
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._commands: deque[tuple[str, Any]] = deque()
         self._draining = False
         self._failure: BaseException | None = None
@@ -124,7 +124,7 @@ class CpuDriver(Driver):
         self.device = device or torch.device("cpu")
         self._executor: ThreadPoolExecutor | None = None
         self._threads = threads
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._local = threading.local()
         self._default = self.open_stream("compute")
 

@@ -251,6 +251,9 @@ class CudaDriver(Driver):
             _set_stream(*saved)
         return raw
 
+    def everywhere(self) -> Any:
+        return self._everywhere() if torch.cuda.device_count() > 1 else _get_stream(self._index)
+
     def _everywhere(self) -> _Everywhere:
         raws = tuple(map(_get_stream, range(torch.cuda.device_count())))
         return _Everywhere(torch._C._cuda_getDevice(), raws)

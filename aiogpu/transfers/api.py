@@ -178,7 +178,7 @@ def item(tensor: torch.Tensor) -> Operation[Any]:
     tree = flatten(tensor, verb="item")
     engine, _ = _source_engine(runtime, tree)
     _refuse_capture("item", engine)
-    leaves = Plan(tree, lambda _: False)
+    leaves = Plan(tree, _no)
     operation: Operation[Any] = Operation("item", runtime.reactor)
     _own(operation)
     Download(runtime, leaves, operation, wrap=lambda hosts, _: hosts[0].item()).start(engine)
@@ -212,12 +212,15 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
     where = _device(runtime, home)
     engine = runtime.engine_now(where)
     _refuse_capture("copy_", engine)
-    leaves = Plan(flatten(src, verb="copy_"), lambda _: False)
+    flatten(src, verb="copy_")  # for its refusals
+    same = dst.shape == src.shape
+    leaves = Plan(flatten(src if same or not down else src.detach().expand(dst.shape), verb="copy_"), _no)
     operation: Operation[Any] = Operation("copy_", runtime.reactor)
     _own(operation)
     _debug(runtime, operation, leaves)
     if down:
-        _copy_down(runtime, leaves, operation, dst, engine)
+        # Broadcast and converted on the device: in host memory it would take time, and a thread.
+        Download(runtime, leaves, operation, dtype=dst.dtype, out=[dst], wrap=lambda *_: dst).start(engine)
     elif src.device.type == "cpu":
         UploadInto(runtime, leaves, operation, dst).start(engine)
     else:
@@ -226,6 +229,10 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
 
 
 # -- copy_ -----------------------------------------------------------------------------------------
+
+
+def _no(_: torch.Tensor) -> bool:
+    return False
 
 
 def _check_destination(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -238,22 +245,6 @@ def _check_destination(dst: torch.Tensor, src: torch.Tensor) -> None:
         )
     if any(size > 1 and stride == 0 for size, stride in zip(dst.shape, dst.stride(), strict=True)):
         raise ValueError("copy_() needs a dst whose elements have memory of their own: use dst.clone()")
-
-
-def _copy_down(
-    runtime: Runtime, leaves: Plan[Any], operation: Operation[Any], dst: torch.Tensor, engine: Engine | None
-) -> None:
-    # Broadcasting and conversion happen in host memory unless the shapes are equal.
-    (src,) = leaves.plain
-    if dst.shape == src.shape and dst.dtype == src.dtype:
-        Download(runtime, leaves, operation, out=[dst], wrap=lambda *_: dst).start(engine)
-        return
-
-    def wrap(hosts: list[torch.Tensor], _: list[Any]) -> torch.Tensor:
-        with torch.inference_mode(dst.is_inference()), torch.no_grad():
-            return dst.copy_(hosts[0])
-
-    Download(runtime, leaves, operation, wrap=wrap).start(engine)
 
 
 def _copy_across(

@@ -113,7 +113,7 @@ class Download(Job):
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self._device())
-        caller = engine.driver.current()
+        caller = self.callers_stream(engine)
         self._run_large(engine, caller, engine.driver.record(caller))
 
     def _device(self) -> torch.device | None:
@@ -169,6 +169,7 @@ class Download(Job):
             movers = self._move_movers(engine, caller)
             arrays = self._arrays()
             with engine.driver.on(lane.stream):
+                lane.held += self.plan.plain  # conversions read them on the lane's stream
                 for host, source in zip(hosts, self.plan.plain, strict=True):
                     lane.download(host, dense_copy(self._converted(source)))
             if movers:
@@ -180,6 +181,7 @@ class Download(Job):
             movers = self._move_movers(engine, caller)
             hosts = []
             with engine.driver.on(lane.stream):
+                lane.held += self.plan.plain
                 for index, source in enumerate(self.plan.plain):
                     source = dense_copy(self._converted(source))
                     host = self._destination(index, source)

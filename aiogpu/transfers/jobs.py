@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import SLOT_BYTES, Engine
+from .._errors import bare
 from .._operation import Operation
 from .._reactor import Point
 from .._runtime import Runtime, starter
@@ -38,6 +39,10 @@ class Job:
         self.plan = plan
         self.operation = operation
         operation._nbytes = plan.nbytes
+        #: The caller's current CUDA stream, for as long as there is no engine to ask.
+        self.native = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        #: The operation is resolved by a point in flight, not by whoever fails.
+        self._in_custody = False
         # User code (an object's own `.to`) sees the context variables of the call.
         self.context = contextvars.copy_context() if plan.movers else None
 
@@ -46,6 +51,12 @@ class Job:
         plan = self.plan
         count = len(plan.plain) + len(plan.arrays)
         return not plan.movers and count <= SMALL_LEAVES and plan.largest <= SLOT_BYTES
+
+    def callers_stream(self, engine: Engine) -> Stream:
+        """In a staging thread that has just made the engine: the stream that was current at the call."""
+        if self.native is None:
+            return engine.driver.current()
+        return engine.driver.adopt(self.native)
 
     def in_thread(self, engine: Engine | None, work: Callable[[], None]) -> None:
         """Run ``work`` on a staging thread; what it raises, the operation fails with."""
@@ -60,6 +71,8 @@ class Job:
         (engine.staging if engine is not None else starter()).submit(job)
 
     def fail(self, engine: Engine | None, error: BaseException) -> None:
+        if self._in_custody:
+            return
         self.operation.fail(error if engine is None else engine.blame(error))
 
     def move_movers(self, move: Callable[[Any], Any]) -> list[Any]:
@@ -92,16 +105,20 @@ class Job:
         self, engine: Engine, stream: Stream, keep: Any, release: Callable[[], None]
     ) -> Iterator[None]:
         """When the submission breaks off in the block, what the device may have of it is still kept until
-        ``stream`` has passed this point, and its blocks are free only then."""
+        ``stream`` has passed this point. Its blocks are free, and the operation fails, only then: until
+        then it may still be reading the source or writing to ``out``."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            blame = engine.blame(error)
             try:
                 event = engine.driver.record(stream)
             except BaseException:  # nobody can tell any more when the device is done with it
                 engine.leaked.append(keep)
             else:
-                self.runtime.watch(engine, stream, event, partial(_over, engine, release), keep)
+                self._in_custody = True
+                callback = partial(_broken_off, engine, self.operation, release, bare(blame))
+                self.runtime.watch(engine, stream, event, callback, keep)
             raise
 
     @contextlib.contextmanager
@@ -137,6 +154,17 @@ def _landed(
         operation.complete(value)
     else:
         operation.fail(error)
+
+
+def _broken_off(
+    engine: Engine,
+    operation: Operation[Any],
+    release: Callable[[], None],
+    error: BaseException,
+    _: BaseException | None,
+) -> None:
+    _over(engine, release, None)
+    operation.fail(error)
 
 
 def _over(engine: Engine, release: Callable[[], None], _: BaseException | None) -> None:

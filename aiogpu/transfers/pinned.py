@@ -120,7 +120,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._held = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # What was let go. A tensor may be collected in any thread at any point, also by the garbage
         # collector while this thread holds the lock: so its callback appends, and takes no lock.
         self._returned: deque[int] = deque()

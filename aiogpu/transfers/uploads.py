@@ -72,7 +72,7 @@ class Upload(Job):
 
     def _run_large(self, known: Engine | None, caller: Stream | None) -> None:
         engine = known or self.runtime.engine_blocking(self.device)
-        caller = caller or engine.driver.current()
+        caller = caller or self.callers_stream(engine)
         with self.lane(engine, engine.uploads) as lane:
             moved_movers = self._move_movers(engine, caller)
             moved = []
@@ -129,7 +129,7 @@ class UploadInto(Job):
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self.dst.device)
-        caller = engine.driver.current()
+        caller = self.callers_stream(engine)
         self._start_large(engine, caller, engine.driver.record(caller))
 
     def _start_large(self, engine: Engine, caller: Stream, ready: Event) -> None:
