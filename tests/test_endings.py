@@ -134,7 +134,9 @@ def test_arguments_of_an_abandoned_function_live_as_long_as_its_kernels(vd, run_
     run_asyncio(main)
 
 
-def test_a_function_that_runs_a_child_on_a_loop_of_its_own_is_ordered_behind_it(vd, run_asyncio):
+def test_a_function_that_runs_a_child_on_a_loop_of_its_own_is_ordered_behind_it(
+    vd, run_asyncio, short_grace, abandoned
+):
     x = cell()
 
     @aiogpu.task
