@@ -62,6 +62,7 @@ class _Call:
             self.fn, self.args = None, ()
             _torchstate.scrub()
             returned(keep)
+            del keep  # this frame is in the traceback of what fn raised
 
     def outcome(self) -> Any:
         try:

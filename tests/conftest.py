@@ -280,6 +280,13 @@ def _foreground_threads() -> set[threading.Thread]:
     }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_not_looked_at_again() -> None:
+    """Some tests make torch import half a million objects, and every test ends with a full collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_leaks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _warnings_logged: list[str]

@@ -19,6 +19,8 @@ SIGNALS = [ThreadSignal] + ([PosixSignal] if sys.platform == "linux" else [])
 class Sleeper:
     """A reactor as the notifier sees it."""
 
+    closed = False
+
     def __init__(self, sleeping: bool = True) -> None:
         self.sleeping = sleeping
         self.woken = threading.Semaphore(0)
