@@ -8,6 +8,7 @@ raised where the operation is awaited.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -256,34 +257,33 @@ def _copy_across(
 ) -> None:
     """Device to device, on the current streams: torch orders both sides of a peer copy."""
 
-    def submit(engine: Engine) -> None:
-        stream = engine.driver.current()
-        with torch.inference_mode(dst.is_inference()), torch.no_grad():
-            dst.copy_(src, non_blocking=True)
-        event = engine.driver.record(stream)
-        operation.submitted()
+    def landed(error: BaseException | None) -> None:
+        if error is None:
+            operation.complete(dst)
+        else:
+            operation.fail(error)
 
-        def landed(error: BaseException | None) -> None:
-            if error is None:
-                operation.complete(dst)
-            else:
-                operation.fail(error)
-
-        runtime.watch(engine, stream, event, landed, (dst, src))
-
-    def submit_first() -> None:
+    def watch_first(native: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         try:
-            submit(runtime.engine_blocking(dst.device))
+            engine = runtime.engine_blocking(normalize(dst.device))
+            runtime.watch(engine, engine.driver.adopt(native), event, landed, (dst, src))
         except BaseException as error:
             operation.fail(error)
 
-    if engine is None:
-        starter().submit(submit_first)
-        return
     try:
-        submit(engine)
+        with torch.inference_mode(dst.is_inference()), torch.no_grad():
+            dst.copy_(src, non_blocking=True)
+        operation.submitted()
+        if engine is not None:
+            stream = engine.driver.current()
+            runtime.watch(engine, stream, engine.driver.record(stream), landed, (dst, src))
+        else:
+            # The copy belongs onto the caller's stream now; what watches over it takes time to make.
+            native, event = torch.cuda.current_stream(dst.device), torch.cuda.Event()
+            event.record(native)
+            starter().submit(partial(watch_first, native, event))
     except BaseException as error:
-        operation.fail(engine.blame(error))
+        operation.fail(error if engine is None else engine.blame(error))
 
 
 # -- to_host ---------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class Download(Job):
     def start(self, engine: Engine | None) -> None:
         if engine is None:
             # The device's engine is not there yet, but its stream is: what it holds at the call counts.
+            self.note_callers_stream(self._device())
             self.in_thread(None, self._run_first)
             return
         try:

@@ -40,7 +40,7 @@ class Job:
         self.operation = operation
         operation._nbytes = plan.nbytes
         #: The caller's current CUDA stream, for as long as there is no engine to ask.
-        self.native = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._native: torch.cuda.Stream | None = None
         #: The operation is resolved by a point in flight, not by whoever fails.
         self._in_custody = False
         # User code (an object's own `.to`) sees the context variables of the call.
@@ -52,11 +52,16 @@ class Job:
         count = len(plan.plain) + len(plan.arrays)
         return not plan.movers and count <= SMALL_LEAVES and plan.largest <= SLOT_BYTES
 
+    def note_callers_stream(self, device: torch.device | None) -> None:
+        """On the caller's thread, while there is no engine to ask."""
+        if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
+            self._native = torch.cuda.current_stream(device)
+
     def callers_stream(self, engine: Engine) -> Stream:
         """In a staging thread that has just made the engine: the stream that was current at the call."""
-        if self.native is None:
+        if self._native is None:
             return engine.driver.current()
-        return engine.driver.adopt(self.native)
+        return engine.driver.adopt(self._native)
 
     def in_thread(self, engine: Engine | None, work: Callable[[], None]) -> None:
         """Run ``work`` on a staging thread; what it raises, the operation fails with."""

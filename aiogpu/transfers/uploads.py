@@ -40,6 +40,8 @@ class Upload(Job):
 
     def start(self, engine: Engine | None) -> None:
         caller = engine.driver.current() if engine is not None else None
+        if engine is None:
+            self.note_callers_stream(self.device)
         if engine is not None and caller is not None and self.small:
             with neutral(), engine.driver.relaxed():
                 try:
@@ -113,6 +115,7 @@ class UploadInto(Job):
 
     def start(self, engine: Engine | None) -> None:
         if engine is None:
+            self.note_callers_stream(self.dst.device)
             self.in_thread(None, self._run_first)
             return
         caller = engine.driver.current()
