@@ -81,7 +81,11 @@ def _read_functions() -> _Value:
 def _write_functions(_now: _Value, then: _Value) -> None:  # _switch has emptied the stack
     for mode in then[0]:
         _C._push_on_torch_function_stack(mode)
-    _default_device.device_context, _device_module.CURRENT_DEVICE = then[1:]
+    context, _device_module.CURRENT_DEVICE = then[1:]
+    if context is not None:
+        _default_device.device_context = context
+    elif hasattr(_default_device, "device_context"):
+        del _default_device.device_context  # torch 2.9's get_default_device() trips over a None
 
 
 def _same_stack(a: _Value, b: _Value) -> bool:

@@ -158,7 +158,9 @@ def test_the_interpreter_ends_in_good_order_with_work_in_flight(device, ending):
 # -- Ctrl-C ------------------------------------------------------------------------------------------
 
 INTERRUPT = """
-import sys, torch, aiogpu
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
+import torch, aiogpu
 from aiogpu.testing import virtual_device
 
 async def main(device):

@@ -58,7 +58,8 @@ def test_a_process_with_operations_in_flight_ends_in_time_and_good_order(
 
 
 CTRL_C = """
-import logging
+import logging, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
 logging.basicConfig()
 
 @aiogpu.task
