@@ -155,7 +155,8 @@ def _return_lease(runtime: Runtime, call: _Call, keep: Any) -> None:
         return
     try:
         event = call.engine.driver.record(call.stream)
-    except Exception:
+    except Exception:  # nobody can tell any more when the device is done with it
+        call.engine.leaked.append((keep, kept))
         lease.release(None)
     else:
         lease.release(runtime.watch(call.engine, call.stream, event, keep=(keep, kept)))

@@ -99,7 +99,11 @@ class Task:
     def join_ended(self) -> None:
         """Before a step: order it after children that have ended since the last one."""
         while self.ended:
-            self._after(self.ended.pop(), self.driver.adopt(self.raw))
+            try:
+                point = self.ended.pop()
+            except IndexError:
+                return  # a child's thread has just taken out the last one: it was done
+            self._after(point, self.driver.adopt(self.raw))
 
     def _after(self, point: Point, current: Stream) -> None:
         """Order this task's streams after ``point``."""
@@ -188,7 +192,14 @@ class Task:
     def add_ended(self, point: Point) -> None:
         self.ended.append(point)
         if len(self.ended) % 64 == 0:  # a parent that never steps, such as a server's main
-            self.ended[:] = [each for each in self.ended if not each.done]
+            # One by one: a new list in the old one's place would lose what another thread appends
+            # meanwhile, and with it an edge.
+            for each in tuple(self.ended):
+                if each.done:
+                    try:
+                        self.ended.remove(each)
+                    except ValueError:
+                        pass  # another thread was first
 
 
 @types.coroutine

@@ -202,3 +202,27 @@ def test_a_parent_that_never_steps_does_not_collect_its_childrens_ends(auto_vd, 
         assert await server() < 200
 
     run_asyncio(main)
+
+
+def test_pruning_a_parents_ends_loses_none_that_another_thread_adds_meanwhile():
+    """A lost end is a lost edge: the parent would read early."""
+
+    class End:
+        def __init__(self, done):
+            self.done = done
+
+    class Contended(list):
+        def __setitem__(self, where, what):
+            self.append(late)  # the other thread, between the look at the old list and the new one
+            super().__setitem__(where, what)
+
+        def remove(self, each):
+            if late not in self:
+                self.append(late)
+            super().remove(each)
+
+    task = Task.__new__(Task)
+    late, last = End(False), End(False)
+    task.ended = Contended(End(True) for _ in range(63))
+    task.add_ended(last)
+    assert task.ended == [last, late]
