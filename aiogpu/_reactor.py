@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._errors import DeviceLostError, fresh
 from ._loops import Door, DoorClosed
-from .drivers.base import Event, Stream
+from .drivers.base import Driver, Event, Stream
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -321,6 +321,10 @@ class Reactor:
         self._abandoned = True
         points: list[Point] = []
         for lane in list(self._lanes.values()):
+            point, token = lane.armed, lane.token
+            lane.armed = lane.token = None
+            if point is not None:
+                point.callback = partial(_and_disarm, lane.engine.driver, token, point.callback)
             while lane.points:
                 points.append(lane.points.popleft())
         while self.inbox:
@@ -338,7 +342,7 @@ class Reactor:
         for point in points:
             if point.waiter is not None:
                 waiter, point.waiter = point.waiter, None
-                point.callback = partial(self._settle_late, waiter)
+                point.callback = partial(self._settle_late, waiter, point.callback)
         if points:
             points[0].engine.notifier.adopt(points)
 
@@ -347,8 +351,28 @@ class Reactor:
         """Is the loop gone, without having told us?"""
         return self.door.closed
 
-    def _settle_late(self, waiter: Any, error: BaseException | None) -> None:
+    def _settle_late(
+        self,
+        waiter: Any,
+        first: Callable[[BaseException | None], None] | None,
+        error: BaseException | None,
+    ) -> None:
+        if first is not None:
+            first(error)
         try:
             self.door.post(partial(self.door.settle, waiter, error))
         except DoorClosed:
             pass  # the waiter went down with its loop
+
+
+def _and_disarm(
+    driver: Driver,
+    token: Any,
+    callback: Callable[[BaseException | None], None] | None,
+    error: BaseException | None,
+) -> None:
+    """An armed point that lost its reactor is over: its notification's resources may be used again."""
+    if error is None:
+        driver.disarm(token)
+    if callback is not None:
+        callback(error)

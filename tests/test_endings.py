@@ -226,3 +226,31 @@ def test_pruning_a_parents_ends_loses_none_that_another_thread_adds_meanwhile():
     task.ended = Contended(End(True) for _ in range(63))
     task.add_ended(last)
     assert task.ended == [last, late]
+
+
+def test_what_a_left_runtime_had_armed_is_disarmed_when_it_completes(vd, run, blocking_until, abandoned):
+    """On CUDA the token is a notification stream, and each loop that ends early would use one up."""
+    disarmed = []
+    vd.disarm = disarmed.append
+
+    async def main():
+        @aiogpu.task
+        async def root():
+            latches.append(vd.latch())
+            await aiogpu.synchronize()
+
+        latches = []
+        async with anyio.create_task_group() as group:
+            async with aiogpu.Runtime(grace=0.0, spin=0.0) as runtime:
+                group.start_soon(root)
+                while not runtime.reactor.sleeping or not latches:
+                    await anyio.lowlevel.checkpoint()
+                armed = runtime.stats().notifications
+                assert armed == 1
+            assert not disarmed
+            latches[0].release()
+            vd.run_all()
+        blocking_until(lambda: len(disarmed) == armed)
+        vd.run_all()  # the task's own end
+
+    run(main)
