@@ -5,9 +5,9 @@ Most tests here use a device that moves only when told to, with small staging bl
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import random
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -19,6 +19,7 @@ from _small_blocks import CHUNK, SLOT, small_virtual
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import aiogpu
+from aiogpu._runtime import Runtime
 from aiogpu.transfers import staging
 
 SIZES = pytest.mark.parametrize("nbytes", [SLOT // 2, 5 * CHUNK + 3], ids=["small", "large"])
@@ -403,7 +404,7 @@ def test_a_machine_without_page_locked_memory_has_no_slots_either(run_asyncio):
 
 @SIZES
 @pytest.mark.parametrize("verb", ["to_device", "to_host", "copy_"])
-def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, verb, nbytes):
+def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, until, verb, nbytes):
     """C66: with the exception stored, dropping the user's references is enough; the next request works."""
     with small_virtual() as (device, _engine):
 
@@ -430,12 +431,47 @@ def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, verb, nbyt
                 stored = error
             del x, dst
             await aiogpu.synchronize()
-            await asyncio.sleep(0.005)
-            gc.collect()
             assert str(stored) == "injected"
-            assert [memory.expired() for memory in memories] == [True, True]
+            # The staging thread still has to leave the frames that failed.
+            await until(lambda: gc.collect() >= 0 and all(memory.expired() for memory in memories))
             x = pattern(nbytes)
             assert torch.equal(await start(x, torch.empty_like(x)), x)
+
+        run_asyncio(main)
+
+
+def test_a_failure_that_is_seen_before_its_thread_has_unwound_keeps_no_tensor(
+    run_asyncio, until, monkeypatch
+):
+    """The loop resolves the operation with the very exception that a staging thread is still raising."""
+    seen = threading.Event()
+    watch = Runtime.watch
+
+    def then_wait(self, *args):
+        point = watch(self, *args)
+        assert seen.wait(10)
+        return point
+
+    monkeypatch.setattr(Runtime, "watch", then_wait)
+    with small_virtual() as (device, _engine):
+
+        async def main():
+            x = pattern(5123)
+            memory = StorageWeakRef(x.untyped_storage())
+
+            def fails(*args):
+                raise torch.OutOfMemoryError("injected")
+
+            device.copy = fails  # type: ignore[method-assign]
+            stored = None
+            try:
+                await aiogpu.to_device(x)
+            except torch.OutOfMemoryError as error:
+                stored = error
+            del x
+            seen.set()
+            await until(lambda: gc.collect() >= 0 and memory.expired())
+            assert stored is not None
 
         run_asyncio(main)
 

@@ -77,6 +77,9 @@ class Job:
 
     def fail(self, engine: Engine | None, error: BaseException) -> None:
         if self._in_custody:
+            # The operation may have failed with it already, on the loop's thread, while it was still
+            # being raised here: which gave it the frames back that keep the tensors alive.
+            bare(error)
             return
         self.operation.fail(error if engine is None else engine.blame(error))
 
