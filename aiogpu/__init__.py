@@ -6,6 +6,7 @@ when the GPU has finished, while the event loop stays free.
 A map of the house, from the front door down; calls go down, completions come up through one door:
 
     _tasks, _blocks          coroutine ↔ stream: @task, fork and join, stream(), share()
+    _handoff                 a value on its way between two tasks, with its stream order
     _run_sync                blocking code on own threads, as if it ran in the coroutine
     _groups                  gather, amap (structured concurrency itself is anyio's)
     transfers/               to_device, to_host, copy_, item; staging through page-locked memory

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["testing"],
     ["__init__"],
-    ["_blocks", "_run_sync", "_groups", "_synchronize", "transfers.api"],
+    ["_blocks", "_handoff", "_run_sync", "_groups", "_synchronize", "transfers.api"],
     ["transfers.downloads", "transfers.out", "transfers.uploads"],
     ["transfers.jobs"],
     ["transfers.staging", "transfers.out"],

@@ -1,0 +1,85 @@
+"""A value on its way from one task to another, with its stream order.
+
+Law of this file: the sender's current stream is recorded when the value is handed over, and whoever takes
+it is ordered after that point, no more. ``share`` orders after everything instead, because it cannot know
+who made the tensors; here somebody said so.
+
+Channels, async-generator tasks and batches are made of this.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+from ._engine import Engine, find_engine
+from ._errors import CaptureError
+from ._reactor import Point
+from ._runtime import current_runtime
+from ._tasks import current_task
+from .transfers.tree import tensors_of
+
+__all__ = ["Handoff"]
+
+T = TypeVar("T")
+
+
+class Handoff(Generic[T]):
+    """``value``, as of the current streams now; :meth:`take` it, any number of times, where it is used.
+
+    The tensors are kept alive, and their memory from reuse, until every taker is done with them.
+    Raises ``CaptureError`` while the current stream is being captured into a graph.
+    """
+
+    __slots__ = ("_points", "_tensors", "_value")
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._tensors = [tensor for tensor in tensors_of(value) if tensor.device.type != "meta"]
+        self._points: list[Point] = []
+        for engine in _engines(self._tensors):
+            driver = engine.driver
+            if driver.capturing():
+                raise CaptureError(
+                    "tensors cannot be handed to another task from a stream that is being captured into "
+                    "a CUDA graph: send them after the capture"
+                )
+            stream = driver.current()
+            # The legacy default stream orders all compute streams after itself. An event on it would be
+            # a barrier over all of them.
+            if not (driver.legacy_orders and driver.is_default(stream)):
+                event = driver.record(stream)
+                self._points.append(current_runtime().watch(engine, stream, event, keep=self._tensors))
+
+    def take(self) -> T:
+        """The value; the current streams are ordered after it, and keep its memory."""
+        for point in self._points:
+            driver = point.engine.driver
+            # None once it is done, in whatever thread. A recycled event that has been recorded anew
+            # orders too much, never too little.
+            event = point.event
+            if event is not None:
+                driver.wait(driver.current(), event)
+        for engine in _engines(self._tensors):
+            driver = engine.driver
+            here = driver.current()
+            if not (driver.legacy_orders and driver.is_default(here)):
+                for tensor in self._tensors:
+                    if tensor.device == engine.device:
+                        driver.keep(tensor, here)
+        return self._value
+
+
+def _engines(tensors: list[torch.Tensor]) -> list[Engine]:
+    """Whose streams an edge is needed on: the tensors' devices, and the current task's, since a value
+    without tensors may be the word that a shared buffer is ready. The CPU needs none."""
+    task = current_task()
+    engines = {}
+    for device in {tensor.device for tensor in tensors}:
+        engine = find_engine(device)
+        if engine is not None and not engine.driver.eager:
+            engines[device] = engine
+    if task is not None and not task.engine.driver.eager:
+        engines.setdefault(task.engine.device, task.engine)
+    return list(engines.values())
