@@ -314,19 +314,23 @@ def test_a_task_that_fails_leaves_no_mode_behind(run, mode: Mode, changes):
 
 @each_mode
 def test_a_task_that_is_cancelled_cleans_up_under_its_modes_and_leaves_none(run, mode: Mode, changes):
-    seen = []
+    inside, seen = [], []
 
     @aiogpu.task
     async def task():
         with mode():
+            inside.append(True)
             try:
                 await anyio.sleep_forever()
             finally:
                 seen.append(modes())
 
     async def main():
-        with anyio.move_on_after(0.001):
-            await task()
+        async with anyio.create_task_group() as group:
+            group.start_soon(task)
+            while not inside:
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
         assert modes() == PLAIN
 
     run(main)

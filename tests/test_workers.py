@@ -396,7 +396,7 @@ def test_an_abandoned_call_keeps_token_and_stream_until_it_returns(run, auto_vd,
     run(main)
 
 
-def test_a_loop_may_end_while_an_abandoned_call_runs(run, auto_vd, blocking_until, engine):
+def test_a_loop_may_end_while_an_abandoned_call_runs(run, auto_vd, until, blocking_until, engine):
     """C36: the return of the function finds no loop, and that is no error."""
     gate, started = threading.Event(), threading.Event()
 
@@ -406,10 +406,15 @@ def test_a_loop_may_end_while_an_abandoned_call_runs(run, auto_vd, blocking_unti
 
     @aiogpu.task
     async def task():
-        with anyio.move_on_after(0.01):
-            await aiogpu.run_sync(work, abandon_on_cancel=True)
+        await aiogpu.run_sync(work, abandon_on_cancel=True)
 
-    run.bare(task)
+    async def main():
+        async with anyio.create_task_group() as group:
+            group.start_soon(task)
+            await until(started.is_set)
+            group.cancel_scope.cancel()
+
+    run.bare(main)
     assert started.is_set()
     gate.set()
     blocking_until(lambda: engine().compute.in_use == 0)
