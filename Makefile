@@ -18,19 +18,31 @@ inputs := pyproject.toml constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo train overlap serve test lint format bench clean
 
 help:
-	@echo "make demo | test | lint | format | bench | clean"
+	@echo "make demo | train | overlap | serve | test | lint | format | bench | clean"
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/digits.py $(ARGS)
 
+# A training loop that never waits; checkpoints and going on: make train ARGS='--checkpoints out --resume'.
+train: $(VENV)/.examples
+	$(BIN)/python examples/train.py $(ARGS)
+
+# The backward of one model chunk beside the forward of another.
+overlap: $(VENV)/.examples
+	$(BIN)/python examples/overlapped_forward_backward.py $(ARGS)
+
+# A web service on http://127.0.0.1:8000, on the GPU or the CPU; load for it: examples/serve/load.py.
+serve: $(VENV)/.serve
+	$(BIN)/python examples/serve/app.py $(ARGS)
+
 # The examples are tested, too, so their libraries are needed here.
-test: $(VENV)/.examples $(VENV)/.test
+test: $(VENV)/.examples $(VENV)/.serve $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.examples $(VENV)/.test $(VENV)/.dev
+lint: $(VENV)/.examples $(VENV)/.serve $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict aiogpu
@@ -40,7 +52,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.examples $(VENV)/.test
+bench: $(VENV)/.examples $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:

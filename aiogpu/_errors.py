@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 
-__all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError"]
+__all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError", "OverloadedError"]
 
 
 class AiogpuError(Exception):
@@ -39,6 +39,18 @@ class CaptureError(AiogpuError, RuntimeError):
     """
 
 
+class OverloadedError(AiogpuError):
+    """There is no room for this call now: it was refused at once, and nothing was started for it.
+
+    ``retry_after``: an estimate, in seconds, of when there may be room. Try again then, or shed the load;
+    an HTTP service answers 429 or 503 with ``Retry-After``.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 def bare(error: BaseException) -> BaseException:
     """``error`` without traceback and context: their frames would keep tensors alive.
 
@@ -56,10 +68,22 @@ def fresh(error: BaseException) -> BaseException:
     """
     try:
         twin = copy.copy(error)
-    except Exception:  # an exception whose constructor does not take its own args
-        return error
+    except Exception:
+        twin = _without_constructor(error)
     if type(twin) is not type(error):
         return error
+    if hasattr(error, "__notes__"):
+        twin.__notes__ = [*error.__notes__]  # a list of its own, so that add_note() stays with one waiter
     twin.__cause__ = error.__cause__
     twin.__suppress_context__ = True
     return twin.with_traceback(None)
+
+
+def _without_constructor(error: BaseException) -> BaseException:
+    """A copy of an exception whose constructor does not take its own ``args``."""
+    try:
+        twin = type(error).__new__(type(error), *error.args)
+        twin.__dict__.update(error.__dict__)
+    except Exception:
+        return error
+    return twin

@@ -9,6 +9,7 @@ Channels, async-generator tasks and batches are made of this.
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Generic, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from ._engine import Engine, find_engine
 from ._errors import CaptureError
 from ._reactor import Point
 from ._runtime import current_runtime
-from ._tasks import current_task
+from ._tasks import Task, _current, current_task
 from .transfers.tree import tensors_of
 
 __all__ = ["Handoff"]
@@ -37,30 +38,52 @@ class Handoff(Generic[T]):
     def __init__(self, value: T) -> None:
         self._value = value
         self._tensors = [tensor for tensor in tensors_of(value) if tensor.device.type != "meta"]
-        self._points: list[Point] = []
+        #: What takers are ordered after, and whether their default stream is so by itself.
+        self._points: list[tuple[Point, bool]] = []
+        above = _task_above()
         for engine in _engines(self._tensors):
-            driver = engine.driver
-            if driver.capturing():
+            if engine.driver.capturing():
                 raise CaptureError(
                     "tensors cannot be handed to another task from a stream that is being captured into "
                     "a CUDA graph: send them after the capture"
                 )
-            stream = driver.current()
+            try:
+                self._mark(engine, above if above is not None and above.engine is engine else None)
+            except Exception as error:
+                raise engine.blame(error) from None
+
+    def _mark(self, engine: Engine, above: Task | None) -> None:
+        driver = engine.driver
+        streams = [driver.current()]
+        if above is not None:
+            # Undecorated code of a task: what it hands over may come from a child of the task, whose
+            # end only the task's own stream is ordered after, or will be at its next step.
+            streams.append(driver.adopt(above.raw))
+            self._points += [(point, True) for point in tuple(above.ended) if not point.done]
+        compute = {stream.raw for stream in engine.compute.streams()} if driver.legacy_orders else set()
+        for stream in streams:
             # The legacy default stream orders all compute streams after itself. An event on it would be
             # a barrier over all of them.
             if not (driver.legacy_orders and driver.is_default(stream)):
                 event = driver.record(stream)
-                self._points.append(current_runtime().watch(engine, stream, event, keep=self._tensors))
+                point = current_runtime().watch(engine, stream, event, keep=self._tensors)
+                self._points.append((point, stream.raw in compute))
 
     def take(self) -> T:
         """The value; the current streams are ordered after it, and keep its memory."""
-        for point in self._points:
+        for point, orders_default in self._points:
             driver = point.engine.driver
             # None once it is done, in whatever thread. A recycled event that has been recorded anew
             # orders too much, never too little.
             event = point.event
             if event is not None:
-                driver.wait(driver.current(), event)
+                here = driver.current()
+                # A compute stream orders the default stream after itself; a wait there would be a barrier.
+                if not (orders_default and driver.legacy_orders and driver.is_default(here)):
+                    try:
+                        driver.wait(here, event)
+                    except Exception as error:
+                        raise point.engine.blame(error) from None
         for engine in _engines(self._tensors):
             driver = engine.driver
             here = driver.current()
@@ -69,6 +92,14 @@ class Handoff(Generic[T]):
                     if tensor.device == engine.device:
                         driver.keep(tensor, here)
         return self._value
+
+
+def _task_above() -> Task | None:
+    """The task whose undecorated code is running: it is there, but this is no step of it."""
+    task = _current.get()
+    while task is not None and task.end is not None:
+        task = task.parent
+    return None if task is None or task.running == get_ident() or task.driver.eager else task
 
 
 def _engines(tensors: list[torch.Tensor]) -> list[Engine]:

@@ -63,6 +63,11 @@ class Door(abc.ABC):
         """Call ``fn`` on the loop's thread; from any thread. Raises :class:`DoorClosed`."""
 
     @abc.abstractmethod
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        """Run ``fn``, which raises nothing but a cancellation, as a task of the loop's own. Loop thread only.
+        Raises ``RuntimeError`` when the loop takes none any more."""
+
+    @abc.abstractmethod
     async def checkpoint(self) -> None:
         """Let others run, and notice a cancellation."""
 
@@ -83,6 +88,7 @@ class AsyncioDoor(Door):
         self.context = Context()
         self.waiter = self.token.create_future  # type: ignore[method-assign]
         self._closer: AsyncGenerator[None, None] | None = None
+        self._spawned: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     def waiter(self) -> asyncio.Future[None]:
         return self.token.create_future()
@@ -105,6 +111,11 @@ class AsyncioDoor(Door):
             self.token.call_soon_threadsafe(fn, context=self.context)
         except RuntimeError as error:
             raise DoorClosed from error
+
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        task = self.token.create_task(fn(), context=context)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
 
     async def checkpoint(self) -> None:
         await asyncio.sleep(0)
@@ -233,6 +244,9 @@ class TrioDoor(Door):
             self.token.run_sync_soon(fn)
         except self._trio.RunFinishedError as error:
             raise DoorClosed from error
+
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        self._trio.lowlevel.spawn_system_task(fn, name="aiogpu cleanup", context=context)
 
     async def checkpoint(self) -> None:
         await self._trio.lowlevel.checkpoint()

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._emit import emit, wakeup_observers
 from ._errors import DeviceLostError, fresh
 from ._loops import Door, DoorClosed
 from .drivers.base import Driver, Event, Stream
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ._engine import Engine
 
 __all__ = ["Point", "Reactor"]
+
+T = TypeVar("T")
 
 #: Seconds that one look may take before the loop gets its turn again, however much has completed.
 _BUDGET = 0.0005
@@ -125,6 +128,7 @@ class Reactor:
         self._abandoned = False
         self._last_progress = 0.0
         self._posted = threading.Lock()  # held while a wake-up is on its way: one at a time
+        self._woken_at: float | None = None  # for observers
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -185,6 +189,14 @@ class Reactor:
             except IndexError:
                 return
             self._add(engine, stream.raw, point)
+
+    def in_flight(self, engine: Engine) -> list[Point]:
+        """The pending points of one device, as of now. From any thread."""
+        found = [point for owner, _, point in _copied(self.inbox) if owner is engine]
+        for lane in tuple(self._lanes.values()):
+            if lane.engine is engine:
+                found += _copied(lane.points)
+        return found
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -299,6 +311,7 @@ class Reactor:
     def wake(self) -> None:
         """Somebody may have completed. From any thread; several calls make one look."""
         if self._posted.acquire(blocking=False):
+            self._woken_at = perf_counter() if wakeup_observers else None
             try:
                 self.door.post(self._on_wake)
             except DoorClosed:
@@ -308,8 +321,11 @@ class Reactor:
             self.abandon()
 
     def _on_wake(self) -> None:
+        woken_at = self._woken_at
         self._posted.release()
         self.sleeping = False
+        if woken_at is not None:
+            emit(wakeup_observers, perf_counter() - woken_at)
         if self.pending and not self._busy:
             self._busy = True
             self._look()
@@ -363,6 +379,14 @@ class Reactor:
             self.door.post(partial(self.door.settle, waiter, error))
         except DoorClosed:
             pass  # the waiter went down with its loop
+
+
+def _copied(items: deque[T]) -> list[T]:
+    while True:
+        try:
+            return list(items)
+        except RuntimeError:  # a garbage collection in here has ended a task, whose end is one more
+            continue
 
 
 def _and_disarm(

@@ -20,9 +20,10 @@ from ._engine import Engine
 from ._loops import Door, DoorClosed
 from ._runtime import Runtime, current_runtime
 from ._streams import Lease
-from ._tasks import current_task
+from ._tasks import Task, current_task
+from ._workers import WorkerPool
 
-__all__ = ["run_sync"]
+__all__ = ["run_on", "run_sync"]
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -113,11 +114,46 @@ async def run_sync(
     # From here to the hand-over nothing awaits: a cancellation cannot lose the token in between.
     call = _Call(engine, fn, args)
     del fn, args
+    release = partial(limiter.release_on_behalf_of, borrower)
+    return await _carry_out(  # type: ignore[no-any-return]
+        call, runtime, task, engine.workers, release, abandon_on_cancel
+    )
+
+
+async def run_on(workers: WorkerPool, fn: Callable[[*Arguments], R], *args: *Arguments) -> R:
+    """:func:`run_sync` on threads of the caller's own, which bound and order the calls themselves.
+
+    On cancellation the function is abandoned.
+    """
+    runtime = current_runtime()
+    task = current_task()
+    engine = task.engine if task is not None else await runtime.engine(None)
+    engine.check()
+    call = _Call(engine, fn, args)
+    del fn, args
+    return await _carry_out(  # type: ignore[no-any-return]
+        call, runtime, task, workers, _nothing, abandon_on_cancel=True
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+async def _carry_out(
+    call: _Call,
+    runtime: Runtime,
+    task: Task | None,
+    workers: WorkerPool,
+    release: Callable[[], None],
+    abandon_on_cancel: bool,
+) -> Any:
+    """Hand ``call`` to a thread of ``workers`` and wait for it; ``release()`` when it has returned."""
     door = runtime.reactor.door
 
     def on_loop() -> None:
         call.landed = True
-        limiter.release_on_behalf_of(borrower)
+        release()
         if call.settle is not None:
             call.settle(None)
 
@@ -130,9 +166,9 @@ async def run_sync(
             pass
 
     try:
-        engine.workers.submit(partial(call.run, returned))
+        workers.submit(partial(call.run, returned))
     except BaseException:
-        limiter.release_on_behalf_of(borrower)
+        release()
         raise
     try:
         await _wait(door, call, abandon_on_cancel)
@@ -143,7 +179,7 @@ async def run_sync(
             if call.returned:  # whichever thread takes the lease out gives it back
                 _return_lease(runtime, call, None)
         raise
-    return call.outcome()  # type: ignore[no-any-return]
+    return call.outcome()
 
 
 def _return_lease(runtime: Runtime, call: _Call, keep: Any) -> None:

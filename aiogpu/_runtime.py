@@ -8,12 +8,10 @@ owns a reactor and limits; devices, streams and memory belong to the engines, wh
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,51 +21,18 @@ import torch
 
 from . import _engine, _loops
 from ._engine import Engine, EngineSettings, make_engine, normalize
+from ._farewells import say_farewell, say_late_farewell
 from ._reactor import Point, Reactor
+from ._settings import at_least, from_environment
+from ._stats import Stats, count
 from ._workers import WorkerPool
 from .drivers.base import Event, Stream
+from .transfers.inflight import InFlight
 
 __all__ = ["Runtime", "Stats", "current_runtime", "stats"]
 
 R = TypeVar("R")
 log = logging.getLogger("aiogpu")
-
-
-def _environment(name: str, kind: Callable[[str], R], default: R) -> R:
-    text = os.environ.get(f"AIOGPU_{name}")
-    if text is None:
-        return default
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"AIOGPU_{name}={text!r} is not a valid {kind.__name__}") from None
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters of one runtime and of the devices it uses, since their start.
-
-    ``looks``: rounds of polling. ``notifications``: host callbacks that were armed. ``pending``: points
-    waited for now. ``operations``: transfers in flight now. ``streams``: compute streams opened;
-    ``streams_in_use``, ``leases``, ``shared``: leases now, ever, and those that had to share a stream.
-    ``staging_bytes``, ``staging_bytes_in_use``: page-locked staging memory, in bytes, and how much of it
-    transfers have now; ``result_bytes``: page-locked results that users hold. ``wake``: how the device's
-    completions are announced. ``orphans``: points whose loop has closed.
-    """
-
-    looks: int
-    notifications: int
-    pending: int
-    operations: int
-    streams: int
-    streams_in_use: int
-    leases: int
-    shared: int
-    staging_bytes: int
-    staging_bytes_in_use: int
-    result_bytes: int
-    orphans: int
-    wake: str
 
 
 class Runtime:
@@ -94,11 +59,16 @@ class Runtime:
         sleeps until a notification. ``math.inf`` polls for as long as anything is pending: the
         latency of a blocking wait, for a core at 100 %.
     staging_bytes, pinned_bytes:
-        Limits of page-locked memory, in bytes: for staging; for results of ``to_host`` (what users
-        hold; beyond it results come in ordinary memory). ``streams`` and these two belong to the device:
-        the first runtime of the process that uses it decides.
+        Limits of page-locked memory, in bytes: for staging (default 128 MiB, taken when it is first
+        needed or by :meth:`reserve`); for results of ``to_host`` (default 4 GiB of what users hold; beyond
+        it results come in ordinary memory). ``streams`` and these two belong to the device: the first
+        runtime of the process that uses it decides.
     workers:
         How many :func:`aiogpu.run_sync` calls run at once by default.
+    max_inflight_bytes:
+        Bytes of transfers in flight at once; default: any number. Further ones start in the order of
+        their calls when there is room; a larger one than this goes alone. What a call submits itself (up
+        to 64 KiB a tensor) keeps its place on the caller's stream: it neither waits nor counts.
     grace:
         Seconds that leaving waits for work in flight. What is still running then is named in one
         warning and left to finish on its own; its buffers stay alive.
@@ -122,30 +92,34 @@ class Runtime:
         staging_bytes: int | None = None,
         pinned_bytes: int | None = None,
         workers: int | None = None,
+        max_inflight_bytes: int | None = None,
         grace: float | None = None,
         wake: str | None = None,
         debug: bool | None = None,
     ) -> None:
         default = EngineSettings()
-        env = _environment
+        env = from_environment
         named = device if device is not None else os.environ.get("AIOGPU_DEVICE")
         self._device = None if named is None else normalize(named)
         self.settings = EngineSettings(
-            streams=_at_least(1, "streams", streams, env("STREAMS", int, default.streams)),
-            staging_bytes=_at_least(
+            streams=at_least(1, "streams", streams, env("STREAMS", int, default.streams)),
+            staging_bytes=at_least(
                 0, "staging_bytes", staging_bytes, env("STAGING_BYTES", int, default.staging_bytes)
             ),
-            pinned_bytes=_at_least(
+            pinned_bytes=at_least(
                 0, "pinned_bytes", pinned_bytes, env("PINNED_BYTES", int, default.pinned_bytes)
             ),
             wake=wake or env("WAKE", str, default.wake),
         )
         if self.settings.wake not in ("auto", "callback", "thread"):
             raise ValueError(f"wake is 'auto', 'callback' or 'thread', not {self.settings.wake!r}")
-        self.spin = _at_least(0.0, "spin", spin, env("SPIN", float, 50e-6))
-        self.grace = _at_least(0.0, "grace", grace, env("GRACE", float, 5.0))
+        self.spin = at_least(0.0, "spin", spin, env("SPIN", float, 50e-6))
+        self.grace = at_least(0.0, "grace", grace, env("GRACE", float, 5.0))
         cores = os.cpu_count() or 1
-        self.workers = _at_least(1, "workers", workers, env("WORKERS", int, min(32, cores + 4)))
+        self.workers = at_least(1, "workers", workers, env("WORKERS", int, min(32, cores + 4)))
+        limit = env("MAX_INFLIGHT_BYTES", int, None) if max_inflight_bytes is None else max_inflight_bytes
+        self.max_inflight_bytes = None if limit is None else at_least(1, "max_inflight_bytes", limit, limit)
+        self.inflight = InFlight(self.max_inflight_bytes)
         self.debug = debug if debug is not None else bool(env("DEBUG", int, 0))
         self.closed = False
         self._explicit = False
@@ -191,7 +165,9 @@ class Runtime:
         try:
             # Shielded, but bounded: a cancelled task still deserves its buffers back in order.
             with anyio.CancelScope(shield=True):
-                await self._drain()
+                for _ in range(2):  # what the device has kept may lead to more that is open
+                    await say_farewell(self._reactor.door, ending=False, grace=self.grace)
+                    await self._drain()
         finally:
             self._close()
 
@@ -205,10 +181,14 @@ class Runtime:
         """An explicit runtime on a loop that was already in use: same reactor, new settings."""
         reactor = implicit.reactor
         reactor.spin = self.spin
+        self.inflight = implicit.inflight
+        self.inflight.resize(self.max_inflight_bytes)
         self._reactor, implicit._successor, implicit.closed = reactor, self, True
         reactor.door.on_close(self._close_with_loop)
 
     async def _close_with_loop(self) -> None:
+        if self._reactor is not None:  # also of a runtime that was left long ago
+            await say_farewell(self._reactor.door, ending=True, grace=self.grace)
         await self.aclose()
 
     async def _drain(self) -> None:
@@ -233,6 +213,8 @@ class Runtime:
                 del _runtimes[token]
         _here.token, _here.runtime = None, None
         operations = [repr(operation) for operation in tuple(reactor.operations)]
+        if reactor.door.closed:
+            say_late_farewell(reactor.door)
         points = reactor.abandon()
         if points or operations:
             names = ", ".join(operations[:5]) or f"{len(points)} points in flight"
@@ -341,39 +323,37 @@ class Runtime:
 
     def stats(self) -> Stats:
         """This runtime's counters, and those of its default device."""
-        reactor = self.reactor
+        return count(self.reactor, self.inflight, self._engine_if_made(), _engine._notifier().orphans)
+
+    async def reserve(self, nbytes: int | None = None) -> int:
+        """Page-lock staging memory of the default device ahead of its use, off the loop's thread.
+
+        Until there are ``nbytes`` of it; default: all of ``staging_bytes``. Returns how many bytes there
+        are: fewer where the system gives no more. Otherwise the first large transfers do it, and pay a few
+        milliseconds for each chunk. At the start of a server::
+
+            async with aiogpu.Runtime(staging_bytes=256 << 20) as runtime:
+                await runtime.reserve()
+        """
+        engine = await self.engine(None)
+        return await self.in_starter(partial(engine.chunks.reserve, nbytes))
+
+    async def trim(self) -> int:
+        """Give page-locked memory of the default device that nobody uses back to the system.
+
+        Staging chunks that no transfer has, and what torch's pinned allocator keeps for reuse (for all its
+        users). Returns how many bytes. What is needed later is page-locked anew.
+        """
+        engine = self._engine_if_made()
+        return 0 if engine is None else await self.in_starter(engine.trim)
+
+    def _engine_if_made(self) -> Engine | None:
         device = self.device_now()
-        engine = _engine.find_engine(device) if device is not None else None
-        pool = engine.compute if engine else None
-        blocks = (engine.slots, engine.chunks) if engine else ()
-        return Stats(
-            looks=reactor.looks,
-            notifications=reactor.notifications,
-            pending=reactor.pending,
-            operations=len(reactor.operations),
-            streams=pool.opened if pool else 0,
-            streams_in_use=pool.in_use if pool else 0,
-            leases=pool.leases if pool else 0,
-            shared=pool.shared if pool else 0,
-            staging_bytes=sum(pool.allocated_bytes for pool in blocks),
-            staging_bytes_in_use=sum(pool.used_bytes for pool in blocks),
-            result_bytes=engine.results.held if engine else 0,
-            orphans=_engine._notifier().orphans,
-            wake=engine.driver.wake_mechanism if engine else "not started",
-        )
+        return _engine.find_engine(device) if device is not None else None
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._reactor else "not entered"
         return f"<Runtime on {self._device or 'the default device'}, {state}>"
-
-
-def _at_least(least: Any, name: str, given: Any, default: Any) -> Any:
-    value = default if given is None else given
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-        raise TypeError(f"{name} is a number, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return value
 
 
 # -- the running loop's runtime --------------------------------------------------------------------
@@ -396,7 +376,7 @@ def starter() -> WorkerPool:
     """Threads for the time before an engine exists."""
     global _starter
     if _starter is None:
-        _starter = WorkerPool("starter", 2, lambda: None)
+        _starter = WorkerPool("starter", 16, lambda: None)
     return _starter
 
 

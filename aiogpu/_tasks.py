@@ -1,4 +1,4 @@
-"""Coroutine ↔ stream: every call of a task runs on a leased stream, with torch state of its own.
+"""Coroutine ↔ stream: a task is a call that runs on a leased stream, with torch state of its own.
 
 Law of this file: a task is an ordinary coroutine. :func:`_drive` stands between it and the event loop: at
 every step it puts the task's stream and torch modes in place, and the thread's own back afterwards, and
@@ -16,29 +16,26 @@ Results cross to the parent's stream and are marked as used there.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from functools import partial
 from threading import get_ident
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
-from ._engine import Engine, normalize
+from ._engine import Engine
 from ._errors import CaptureError
 from ._operation import Operation
 from ._reactor import Point
 from ._runtime import Runtime, current_runtime
 from ._torchstate import TorchState
-from .drivers.base import Driver, Stream
+from .drivers.base import Driver, Event, Stream
 from .transfers.tree import tensors_of
 
-__all__ = ["Task", "current_task", "task"]
+__all__ = ["LeftOpen", "Task", "abort", "begin", "current_task", "wind_up"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _current: ContextVar[Task | None] = ContextVar("aiogpu_task", default=None)
@@ -48,6 +45,12 @@ def current_task() -> Task | None:
     """The task whose step is running on this thread; ``None`` in undecorated code."""
     task = _current.get()
     return task if task is not None and task.running == get_ident() else None
+
+
+class LeftOpen:
+    """An argument that ends when nobody can reach it any more, and so must not be kept for the device."""
+
+    __slots__ = ()
 
 
 class Task:
@@ -61,6 +64,7 @@ class Task:
         "engine",
         "keep",
         "lease",
+        "left",
         "modes",
         "name",
         "operations",
@@ -92,6 +96,8 @@ class Task:
         self.ended: list[Point] = []
         #: Transfers that were started by this task and have not finished.
         self.operations: set[Operation[Any]] = set()
+        #: How to close what it has begun to iterate and left: the task does not end before that.
+        self.left: dict[Any, Callable[[], Coroutine[Any, Any, None]]] | None = None
         self.keep: Any = None
 
     # -- edges -------------------------------------------------------------------------------------
@@ -115,49 +121,75 @@ class Task:
             if current.raw != self.lease.stream.raw:
                 self.driver.wait(self.lease.stream, event)
 
-    def fork(self) -> None:
-        """Order this task after what its parent, or the code around it, has submitted."""
-        driver, stream = self.driver, self.lease.stream
+    def fork(self, parent: Task | None) -> None:
+        """Order this task after what ``parent``, or the code around it, has submitted."""
+        driver = self.driver
         self.engine.check()
         ambient = driver.current()
         sources = []
         if not driver.is_default(ambient) or not driver.legacy_orders:
             sources.append((driver, ambient))
         # A parent that has ended may still be running on the device.
-        parent = _current.get()
         if parent is not None and parent.running != get_ident() and not (parent.driver.eager or driver.eager):
             sources.append((parent.driver, parent.driver.adopt(parent.raw)))
         for source, before in sources:
-            if source is driver:
-                driver.order(stream, before)
-            else:
+            after = [s for s in self.streams() if source is not driver or s.raw != before.raw]
+            if after:
                 event = source.record(before)
-                driver.wait(stream, event)
+                for stream in after:
+                    driver.wait(stream, event)
                 source.recycle(event)
 
-    def finish(self, tensors: list[torch.Tensor], waiter: Any = None) -> Point:
-        """The coroutine has ended: record the end, order the parent after it, give the stream back."""
+    def streams(self) -> list[Stream]:
+        """The lease's, and, inside of a block, the one chosen there."""
+        stream = self.lease.stream
+        return [stream] if stream.raw == self.raw else [stream, self.driver.adopt(self.raw)]
+
+    def record(self) -> Event:
+        """An event behind everything that the task has submitted so far."""
         driver, stream = self.driver, self.lease.stream
+        driver.order(stream, driver.adopt(self.raw))
+        return driver.record(stream)
+
+    def finish(
+        self, tensors: list[torch.Tensor], waiter: Any = None, *, consumer: Task | None = None
+    ) -> Point:
+        """The coroutine has ended: record the end, order the parent (a generator: whoever asked for the
+        next item) after it, give the stream back."""
+        stream = self.lease.stream
         keep, self.keep = self.keep, None
         self.modes.close()
         try:
-            driver.order(stream, driver.adopt(self.raw))
-            event = driver.record(stream)
+            event = self.record()
         except BaseException as error:
             self.engine.leaked.append(keep)
             self.lease.release(None)
             raise self.engine.blame(error) from None
         point = self.runtime.watch(self.engine, stream, event, None, keep, waiter)
         self.end = point
+        parent = self.parent = self.living_parent()
         try:
-            self._join_parent(point, tensors)
+            self._join_parent(point, tensors, consumer or parent)
         finally:
             self.lease.release(point)
         return point
 
-    def _join_parent(self, point: Point, tensors: list[torch.Tensor]) -> None:
+    def yielded(
+        self, tensors: list[torch.Tensor], waiter: Any = None, *, consumer: Task | None = None
+    ) -> None:
+        """A generator has an item: order whoever asked for it behind the work so far."""
+        event = self.record()
+        if waiter is None and (consumer is None or consumer.running == get_ident()):
+            point = Point(self.engine, event)
+            self._join_parent(point, tensors, consumer)
+            point.finish(None)  # the edges are made, nobody waits: the event may serve again
+        else:
+            runtime = current_runtime()  # not the task's, if its loop is another one
+            point = runtime.watch(self.engine, self.lease.stream, event, waiter=waiter)
+            self._join_parent(point, tensors, consumer)
+
+    def _join_parent(self, point: Point, tensors: list[torch.Tensor], parent: Task | None) -> None:
         """Order whoever goes on after this task behind it, and mark its results as used there."""
-        parent = self.parent = self.living_parent()
         at_once: list[Stream] = []
         ambient = self.driver.current()
         # Blocking streams order the default stream. A mark there would become an event on the legacy
@@ -180,6 +212,13 @@ class Task:
         for tensor in tensors:
             for stream in users.values():
                 self.driver.keep(tensor, stream)
+
+    def hold(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the call uses until the end event. Containers may be emptied while the device still
+        reads what was in them. Modules are not walked: their parameters live as long as they do."""
+        values = [x for x in (*args, *kwargs.values()) if not isinstance(x, LeftOpen)]
+        boxes = [x for x in values if isinstance(x, list | dict | set)]
+        self.keep = (fn, values, list(tensors_of(boxes)))
 
     def living_parent(self) -> Task | None:
         """The nearest ancestor that has not ended. Ended ones are let go of: a task that starts its own
@@ -243,14 +282,8 @@ def _drive(task: Task, coroutine: Coroutine[Any, Any, R]) -> Generator[Any, Any,
             step, value = coroutine.throw, error
 
 
-async def _call(
-    fn: Callable[..., Coroutine[Any, Any, R]],
-    arguments: list[Any],
-    device: torch.device | None,
-    priority: int,
-) -> R:
-    """One call of a task. ``arguments`` is emptied: a traceback through here must not keep tensors."""
-    __tracebackhide__ = True
+async def begin(name: str, device: torch.device | None, priority: int) -> Task:
+    """A task of the running loop, not forked yet; its parent is whoever is running."""
     runtime = current_runtime()
     parent = _current.get()
     if device is None and parent is not None:
@@ -263,27 +296,33 @@ async def _call(
             "an aiogpu task cannot start while the current stream is being captured into a CUDA graph: "
             "call the undecorated function inside the capture, or start the task before it"
         )
-    task = Task(fn.__qualname__, runtime, engine, parent, priority)
+    return Task(name, runtime, engine, parent, priority)
+
+
+async def _call(
+    fn: Callable[..., Coroutine[Any, Any, R]],
+    arguments: list[Any],
+    device: torch.device | None,
+    priority: int,
+) -> R:
+    """One call of a task. ``arguments`` is emptied: a traceback through here must not keep tensors."""
+    __tracebackhide__ = True
+    task = await begin(fn.__qualname__, device, priority)
     task.keep = (fn, *arguments)
     token = None
     try:
-        task.fork()
+        task.fork(_current.get())
         token = _current.set(task)
         args, kwargs = arguments
         coroutine = _with_status(task, fn, args, kwargs)
-        # Containers may be emptied while the device still reads what was in them. Modules are not
-        # walked: their parameters live as long as they do.
-        boxes = [x for x in (*args, *kwargs.values()) if isinstance(x, list | dict | set)]
-        task.keep = (fn, args, kwargs, list(tensors_of(boxes)))
+        task.hold(fn, args, kwargs)
         arguments.clear()
-        del args, kwargs, boxes
+        del args, kwargs
         result = await _drive(task, coroutine)
-        for operation in tuple(task.operations):  # never awaited: the end is ordered after them all the same
-            await operation._finished(task.door)
-    except BaseException:
-        for operation in tuple(task.operations):
-            operation._awaited = True  # whoever failed or was cancelled does not owe an await
-        _finish_failed(task)
+        if task.operations or task.left:
+            await wind_up(task)
+    except BaseException as error:
+        await abort(task, error)
         raise
     finally:
         arguments.clear()
@@ -295,11 +334,35 @@ async def _call(
     return await _result(task, result)
 
 
-def _finish_failed(task: Task) -> None:
+async def wind_up(task: Task) -> None:
+    """The coroutine has returned, and left things open behind which the task must end."""
+    if task.left:
+        await _drive(task, _close_left(task))
+    for operation in tuple(task.operations):  # never awaited: the end is ordered after them all the same
+        await operation._finished(task.door)
+
+
+async def abort(task: Task, error: BaseException, consumer: Task | None = None) -> None:
+    """The coroutine has failed with ``error``, or was cancelled or closed: end the task."""
+    for operation in tuple(task.operations):
+        operation._awaited = True  # whoever failed or was cancelled does not owe an await
     try:
-        task.finish([])
-    except Exception:
-        pass  # the device is lost, too; the task's own exception tells more
+        if task.left and not isinstance(error, GeneratorExit):  # a coroutine that is closed cannot wait
+            await _drive(task, _close_left(task))
+    finally:
+        try:
+            task.finish([], consumer=consumer)
+        except Exception:
+            pass  # the device is lost, too; the task's own exception tells more
+
+
+async def _close_left(task: Task) -> None:
+    while task.left:
+        try:
+            _, close = task.left.popitem()
+        except KeyError:
+            return  # another thread has just closed the last one
+        await close()
 
 
 async def _result(task: Task, result: R) -> R:
@@ -348,90 +411,3 @@ def _with_status(
     if hasattr(status, "started"):
         kwargs = {**kwargs, "task_status": _Status(task, status)}
     return fn(*args, **kwargs)
-
-
-@overload
-def task(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
-
-
-@overload
-def task(
-    *, device: torch.device | str | int | None = None, priority: int = 0
-) -> Callable[[Callable[P, Coroutine[Any, Any, R]]], Callable[P, Coroutine[Any, Any, R]]]: ...
-
-
-def task(
-    fn: Callable[P, Coroutine[Any, Any, R]] | None = None,
-    /,
-    *,
-    device: torch.device | str | int | None = None,
-    priority: int = 0,
-) -> Any:
-    """Make each call of an ``async def`` run on a stream of its own, with torch state of its own.
-
-    ::
-
-        @aiogpu.task
-        async def classify(image):
-            x = await aiogpu.to_device(image)
-            y = await aiogpu.run_sync(model, x)
-            return (await aiogpu.to_host(y)).tolist()
-
-    The result stays a coroutine function with the same signature. Within a call, the current stream is
-    one that was leased for it, and what it sets of torch's thread-local state (``no_grad``,
-    ``autocast``, ``inference_mode``, ``with torch.device(...)``, function modes) is there after every
-    await and never visible to any other coroutine.
-
-    A call starts, on the device, after everything that its parent task had submitted when it took its
-    first step; the parent is ordered after it when it has ended, however it was started and awaited. A
-    call without a parent returns device tensors only once they are finished.
-
-    Parameters
-    ----------
-    device:
-        Where it runs; default: its parent's device, else the runtime's.
-    priority:
-        As in torch: lower is more urgent (usually -1 or 0 on CUDA; ``torch.cuda.Stream.priority_range``).
-
-    Raises
-    ------
-    TypeError
-        When ``fn`` is not an ``async def`` function.
-    """
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise TypeError(f"priority is an int (lower is more urgent), not {priority!r}")
-    wanted = None if device is None else normalize(device)
-
-    def decorate(fn: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-        _check_coroutine_function(fn)
-
-        @functools.wraps(fn)
-        async def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            __tracebackhide__ = True
-            arguments = [args, kwargs]
-            del args, kwargs
-            return await _call(fn, arguments, wanted, priority)
-
-        return wrapper
-
-    return decorate if fn is None else decorate(fn)
-
-
-def _check_coroutine_function(fn: Any) -> None:
-    if inspect.iscoroutinefunction(fn):
-        return
-    name = getattr(fn, "__qualname__", repr(fn))
-    inner = inspect.unwrap(fn) if callable(fn) else fn
-    if inspect.isasyncgenfunction(inner):
-        reason = "an async generator; put its consumer into a task instead"
-    elif inspect.iscoroutinefunction(inner):
-        reason = (
-            "an `async def` wrapped by a decorator that does not await it. torch.no_grad(), "
-            "torch.inference_mode() and torch.autocast() as decorators do nothing to an `async def`: "
-            "write `with torch.no_grad():` inside the function"
-        )
-    elif callable(fn):
-        reason = "not an `async def`; call it with `await aiogpu.run_sync(fn, ...)` inside a task"
-    else:
-        reason = f"a {type(fn).__name__}; write @aiogpu.task or @aiogpu.task(device=..., priority=...)"
-    raise TypeError(f"aiogpu.task decorates `async def` functions; {name} is {reason}")

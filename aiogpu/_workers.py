@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["WorkerPool"]
+__all__ = ["StagingThreads", "WorkerPool"]
 
 log = logging.getLogger("aiogpu")
 
@@ -79,6 +79,32 @@ class WorkerPool:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
+
+
+class StagingThreads:
+    """Threads that carry out transfers, up to ``limit`` of short ones and as many of long ones at once.
+
+    They submit and wait; the copying itself is shared out to others (``transfers.crew``). So there may be
+    more of them than cores, and the short ones have threads of their own: none ever queues behind a long
+    one.
+
+    ``short_bytes``: a transfer of up to so many bytes is short.
+    """
+
+    def __init__(self, limit: int, short_bytes: int, enter_thread: Callable[[], None]) -> None:
+        self._short_bytes = short_bytes
+        self._short = WorkerPool("staging", limit, enter_thread)
+        self._long = WorkerPool("staging-long", limit, enter_thread)
+
+    def submit(self, job: Job, nbytes: float = 0) -> None:
+        """Run ``job``, the transfer of ``nbytes`` in all. Raises ``RuntimeError`` once closed."""
+        (self._short if nbytes <= self._short_bytes else self._long).submit(job)
+
+    def close(self, timeout: float) -> bool:
+        """End the threads once their jobs have; False when some were still busy after ``timeout`` s."""
+        deadline = time.monotonic() + timeout
+        short = self._short.close(timeout)
+        return self._long.close(max(0.0, deadline - time.monotonic())) and short
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

@@ -20,9 +20,23 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from _report import Row, machine, markdown, write_json  # noqa: E402 -- found beside this file
+from _plot import draw  # noqa: E402 -- found beside this file
+from _report import Row, machine, markdown, write_json  # noqa: E402
 
-SCRIPTS = ("wake", "many", "idle", "stream_cost", "step", "pending", "overlap", "heartbeat")
+SCRIPTS = (
+    "wake",
+    "many",
+    "idle",
+    "stream_cost",
+    "step",
+    "batcher",
+    "pending",
+    "overlap",
+    "heartbeat",
+    "transfers",
+    "files",
+    "pipeline",
+)
 LIMIT_S = 150  # above each script's own, so that its watchdog speaks first
 
 Result = dict[str, Any]
@@ -79,6 +93,9 @@ def write(folder: Path, results: list[Result], *, quick: bool, seconds: float) -
     )
     (folder / f"{stem}.md").write_text(page(where, results, quick=quick, seconds=seconds), encoding="utf-8")
     print(f"wrote {folder / stem}.json and .md ({seconds:.0f} s)")
+    for result in results:
+        if result["benchmark"] == "transfers" and result["rows"]:
+            print(draw(result["rows"], folder / f"{stem}-transfers.svg", where["gpu"] or "CPU"))
 
 
 def page(where: dict[str, Any], results: list[Result], *, quick: bool, seconds: float) -> str:

@@ -30,7 +30,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 import aiogpu
-from _report import BEAT, heartbeat, milliseconds, percentile, print_table, write_json
+from _show import BEAT, heartbeat, milliseconds, percentile, print_table, write_json
 
 SEED = 0
 EPOCHS = 15

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 import aiogpu
-from _report import heartbeat, milliseconds, percentile, print_table
+from _show import heartbeat, milliseconds, percentile, print_table
 
 Work = Callable[[torch.device, int, int], Awaitable[None]]
 

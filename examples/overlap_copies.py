@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 import aiogpu
-from _report import milliseconds, print_table, write_json
+from _show import milliseconds, print_table, write_json
 
 WARM_UP = 3  # rounds: the first ones create contexts, load cuBLAS and fill the allocator's caches
 

@@ -21,24 +21,62 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: it, never one above; rooms in one row are on one level and leave each other alone.
 LEVELS = [
     ["testing"],
+    ["asgi", "observe.metrics"],
+    ["asgi.middleware"],
+    ["asgi.exchange", "asgi.lifespan"],
+    ["asgi.gate"],
+    ["asgi.answers"],
     ["__init__"],
-    ["_blocks", "_handoff", "_run_sync", "_groups", "_synchronize", "transfers.api"],
+    ["files"],
+    ["_tensorstream"],
+    ["_safetensors"],
+    ["_batching.batcher"],
+    ["_batching.service"],
+    ["_batching.pipeline"],
+    ["_batching.deadlines", "_batching.lane", "_batching.waiting"],
+    ["_batching.collate", "_batching.entry", "_batching.forecast", "_batching.observing", "_batching.sizes"],
+    ["_prefetch", "_pipelines"],
+    ["_flow.outlet"],
+    ["_flow.sources", "_flow.stages"],
+    ["_flow.recipes", "_flow.reorder", "_flow.runahead", "_flow.threads"],
+    ["_channels", "_decorator"],
+    [
+        "_blocks",
+        "_generators",
+        "_handoff",
+        "_limiter",
+        "_run_sync",
+        "_groups",
+        "_synchronize",
+        "transfers.api",
+    ],
     ["transfers.downloads", "transfers.out", "transfers.uploads"],
+    ["transfers.peers"],
     ["transfers.jobs"],
     ["transfers.staging", "transfers.out"],
+    ["transfers.packing"],
     ["transfers.plan"],
     ["_tasks"],
     ["_operation"],
     ["_runtime"],
+    ["_stats"],
+    ["_capacity"],
     ["_engine"],
-    ["_notifier", "_streams"],
+    ["_farewells", "_notifier", "_streams"],
     ["_reactor"],
+    ["transfers.ring"],
+    ["transfers.pinned"],
+    ["transfers.crew"],
     ["drivers.cuda", "drivers.cpu"],
-    ["drivers.base", "_workers", "_loops", "_torchstate", "_errors", "transfers.tree", "transfers.pinned"],
-    ["transfers.arrays"],
+    ["drivers.base", "_workers", "_loops", "_torchstate", "_errors", "transfers.tree"],
+    ["_settings", "_emit", "transfers.inflight"],
+    ["transfers.strangers"],
+    ["transfers.arrays", "transfers.containers"],
+    ["transfers.parts", "transfers.registry"],
+    ["transfers.layout", "drivers.hostmem", "drivers.host_allocator"],
 ]
 #: Packages whose front door holds nothing.
-EMPTY = {"transfers", "drivers"}
+EMPTY = {"_batching", "_flow", "transfers", "drivers", "observe"}
 
 #: Imports that go up on purpose, each with the reason in the source.
 UPWARDS: set[tuple[str, str]] = set()
@@ -142,16 +180,27 @@ def test_nothing_imports_testing(path):
         assert not [name for name in imports(path, typing_too=True) if name.startswith("aiogpu.testing")]
 
 
+@by_file
+def test_nothing_imports_observe(path):
+    """The runtime emits to observers it does not know."""
+    if not room(path).startswith("observe"):
+        assert not [name for name in imports(path, typing_too=True) if name.startswith("aiogpu.observe")]
+
+
 #: Where outside things may be imported at run time; every other file does without them.
 PLACES = {
     "cuda": {"drivers.cuda"},
-    "ctypes": {"drivers.cuda", "_notifier"},
+    "ctypes": {"drivers.cuda", "drivers.hostmem", "_notifier", "transfers.crew"},
     "asyncio": {"_loops"},
     "trio": {"_loops"},
     "uvloop": set(),
     "concurrent": {"drivers.cpu", "testing"},
     "queue": {"_workers", "_notifier", "drivers.cuda"},
     "numpy": set(),
+    "safetensors": {"_safetensors"},
+    "prometheus_client": {"observe.metrics"},
+    "starlette": set(),
+    "fastapi": set(),
     "pytest": {"testing"},
     "multiprocessing": set(),
     "subprocess": set(),
@@ -172,7 +221,15 @@ def test_threads_are_started_in_few_places():
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("threading.Thread", "Thread", "ThreadPoolExecutor")
     }
-    assert starters <= {"_workers", "_notifier", "_torchstate", "drivers.cpu", "drivers.cuda", "testing"}
+    assert starters <= {
+        "observe.metrics",
+        "_workers",
+        "_notifier",
+        "_torchstate",
+        "drivers.cpu",
+        "drivers.cuda",
+        "testing",
+    }
 
 
 def test_every_thread_of_ours_is_a_daemon_with_a_name():
@@ -230,7 +287,8 @@ before = set(threading.enumerate())
 import aiogpu
 assert set(threading.enumerate()) == before
 assert not torch.cuda.is_initialized()
-optional = {"trio", "uvloop", "numpy", "cuda", "pytest", "aiogpu.testing", "aiogpu.drivers.cuda"}
+optional = {"trio", "uvloop", "numpy", "cuda", "pytest", "prometheus_client", "safetensors", "starlette",
+    "aiogpu.asgi", "aiogpu.observe", "aiogpu.testing", "aiogpu.drivers.cuda"}
 wrong = optional & set(sys.modules)
 runtime = aiogpu.Runtime()
 assert set(threading.enumerate()) == before

@@ -207,19 +207,20 @@ def test_host_memory_is_written_only_after_its_chunks_event_and_resolved_after_t
     """C09: event, then the host's own copy, then the await."""
     log: list[str] = []
     with small_virtual(auto=False, pinned_bytes=0) as (device, _):
-        synchronize, copy_host = device.synchronize, staging._copy_host
+        synchronize, empty = device.synchronize, staging.Lane._empty
 
         def noted_synchronize(event):
             synchronize(event)
             assert event.done
             log.append("event")
 
-        def noted_copy(dst, src):
+        def noted_copy(lane, load, rows, plan):
+            assert load.event.done
             log.append("host copy")
-            copy_host(dst, src)
+            empty(lane, load, rows, plan)
 
         monkeypatch.setattr(device, "synchronize", noted_synchronize)
-        monkeypatch.setattr(staging, "_copy_host", noted_copy)
+        monkeypatch.setattr(staging.Lane, "_empty", noted_copy)
         x = pattern(5 * CHUNK + 3)
 
         async def main():
@@ -232,7 +233,9 @@ def test_host_memory_is_written_only_after_its_chunks_event_and_resolved_after_t
                 group.start_soon(drain, device)
 
         run_asyncio(main)
-    assert log == ["event", "host copy"] * 6 + ["resolved"]
+    count = len(log) // 2
+    assert count > 6
+    assert log == ["event", "host copy"] * count + ["resolved"]
 
 
 # -- cancellation ------------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ def test_a_cancelled_wait_returns_at_once_and_leaves_the_buffers_alone(run, stil
     run(main)
 
 
-def test_storms_of_cancellations_corrupt_no_survivor(run, moving):
+def test_storms_of_cancellations_corrupt_no_survivor(run, moving, until):
     """C70, C72: 300 transfers of all kinds, every other one cancelled, memory reused at once."""
     with small_virtual(auto=False, pinned_bytes=2000) as (device, engine):
         rng = random.Random(1)
@@ -293,7 +296,8 @@ def test_storms_of_cancellations_corrupt_no_survivor(run, moving):
                 while runtime.reactor.operations or runtime.reactor.pending:
                     await anyio.sleep(0.001)
             assert engine.slots.used_bytes == engine.chunks.used_bytes == 0
-            assert engine.uploads.in_use == engine.downloads.in_use == 0
+            # A staging thread may give its stream back a moment after the transfer has ended.
+            await until(lambda: engine.uploads.in_use == engine.downloads.in_use == 0)
 
         run(main)
         assert 100 < survived <= 300
@@ -420,7 +424,6 @@ def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, until, ver
             copy = device.copy
 
             def fails(*args):
-                device.copy = copy  # type: ignore[method-assign]
                 raise torch.OutOfMemoryError("injected")
 
             device.copy = fails  # type: ignore[method-assign]
@@ -429,6 +432,7 @@ def test_out_of_memory_is_torchs_own_and_keeps_no_tensor(run_asyncio, until, ver
                 await start(x, dst)
             except torch.OutOfMemoryError as error:
                 stored = error
+            device.copy = copy  # type: ignore[method-assign]
             del x, dst
             await aiogpu.synchronize()
             assert str(stored) == "injected"
@@ -460,13 +464,13 @@ def test_a_failure_that_is_seen_before_its_thread_has_unwound_keeps_no_tensor(
             memory = StorageWeakRef(x.untyped_storage())
 
             def fails(*args):
-                raise torch.OutOfMemoryError("injected")
+                raise MemoryError("injected")
 
             device.copy = fails  # type: ignore[method-assign]
             stored = None
             try:
                 await aiogpu.to_device(x)
-            except torch.OutOfMemoryError as error:
+            except MemoryError as error:
                 stored = error
             del x
             seen.set()

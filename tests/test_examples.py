@@ -34,8 +34,10 @@ def run(*command: str) -> str:
         (["overlap_copies.py", "--size", "300", "--repeats", "3"], "of the ideal"),
         (["never_blocks.py", "--size", "300", "--repeats", "10"], "gap max"),
         (["digits.py", "--device", "cpu", "--requests", "200"], "held-back digits recognized"),
+        (["train.py", "--device", "cpu", "--data", "cifar", "--steps", "12"], "steps later"),
+        (["overlapped_forward_backward.py", "--layers", "3", "--repeats", "1"], "bit-equal"),
     ],
-    ids=["overlap_copies", "never_blocks", "digits"],
+    ids=["overlap_copies", "never_blocks", "digits", "train", "overlapped_forward_backward"],
 )
 def test_an_example_runs_and_shows_what_it_measured(script, says):
     pytest.importorskip("sklearn", reason="the examples extra is not installed")

@@ -27,21 +27,51 @@ SIGNATURES = {
     "synchronize": "(target=None)",
     "task": "(fn=None, /, *, device=None, priority=0)",
     "gather": "(*awaitables)",
+    "pipeline": "(source, *, buffer=1)",
+    "prefetch": (
+        "(source, *, depth=2, device=None, transform=None, workers=None, ordered=True, run_ahead=2, "
+        "stateful=False)"
+    ),
     "amap": "(fn, items, *, limit=None)",
     "stream": "(stream=None, *, device=None, priority=0)",
     "current_stream": "(device=None)",
     "device": "()",
     "run_sync": "(fn, *args, abandon_on_cancel=False, limiter=None)",
     "share": "(x)",
+    "create_channel": "(max_items)",
+    "register": "(cls, flatten, unflatten)",
     "current_runtime": "()",
     "stats": "()",
+    "load_safetensors": "(path, device=None, *, dtype=None, names=None, progress=None)",
+    "load_state_dict": "(model, path, *, strict=True, assign=False, device=None, progress=None)",
+    "Limiter": "(operations=None, bytes=None)",
+    "Batcher": (
+        "(fn, *, max_batch_size, max_delay=None, max_queue=1024, max_queue_per_client=None, collate=None, "
+        "split=None, cost=None, max_cost=None, sizes=None, in_flight=2, isolate=False, to_host=False, "
+        "device=None, name=None, observer=None)"
+    ),
     "Runtime": (
         "(device=None, *, streams=None, spin=None, staging_bytes=None, pinned_bytes=None, workers=None, "
-        "grace=None, wake=None, debug=None)"
+        "max_inflight_bytes=None, grace=None, wake=None, debug=None)"
     ),
 }
 #: Names whose call is no business of users.
-TYPES = {"Operation", "Stats", "AiogpuError", "CaptureError", "DeviceError", "DeviceLostError"}
+TYPES = {
+    "Operation",
+    "Stats",
+    "AiogpuError",
+    "CaptureError",
+    "DeviceError",
+    "DeviceLostError",
+    "BatchEnded",
+    "BatcherStats",
+    "CallEnded",
+    "OverloadedError",
+    "PrefetchStats",
+    "ReceiveChannel",
+    "SendChannel",
+    "StageStats",
+}
 
 
 def public_names(module: Any) -> set[str]:
@@ -83,9 +113,11 @@ def test_every_public_name_has_a_docstring_of_its_own(name):
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_every_parameter_is_annotated(name):
     thing = getattr(aiogpu, name)
-    function = thing.__init__ if isinstance(thing, type) else inspect.unwrap(thing)
+    maker = "__new__" if "__new__" in vars(thing) else "__init__"
+    function = getattr(thing, maker) if isinstance(thing, type) else inspect.unwrap(thing)
+    parameters = [*inspect.signature(function).parameters.values()]
     signature = inspect.signature(function)
-    missing = [p for p in signature.parameters.values() if p.name != "self" and p.annotation is p.empty]
+    missing = [p for p in parameters if p.name not in ("self", "cls") and p.annotation is p.empty]
     assert not missing
     assert signature.return_annotation is not signature.empty
 

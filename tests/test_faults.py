@@ -346,7 +346,7 @@ def test_out_of_memory_stays_torchs_own_exception(run, auto_vd):
     async def main():
         auto_vd.fail_submit(1, torch.OutOfMemoryError("no memory left"))
         with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
-            await aiogpu.to_device(torch.ones(1))
+            await aiogpu.to_host(torch.ones(1))  # an upload would try once more
         assert (await aiogpu.to_device(torch.ones(1))).sum() == 1
 
     run(main)
@@ -448,7 +448,8 @@ def test_a_failure_at_any_submission_is_raised_and_leaves_nothing_behind(run_asy
                 if not any(f"injected at {nth}" in str(cause) for cause in _causes(error)):
                     problems.append(f"{nth}: raises {error!r}")
             else:
-                problems.append(f"{nth}: the failure was swallowed")
+                if kind is not torch.OutOfMemoryError:  # uploads try once more, and may well succeed
+                    problems.append(f"{nth}: the failure was swallowed")
             if engine.lost is not None:
                 problems.append(f"{nth}: the device counts as lost")
             deadline = time.monotonic() + 1  # a staging thread may still be on its way out

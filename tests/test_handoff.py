@@ -124,3 +124,67 @@ def test_it_is_refused_inside_a_capture(run, vd):
             vd.is_capturing = False
 
     go(run, vd, main)
+
+
+def test_undecorated_code_of_a_task_hands_over_what_a_child_made(run, vd):
+    """The child's end is ordered for its parent's stream alone, and the sender runs on neither."""
+    x, seen = cell(), []
+
+    @aiogpu.task
+    async def child():
+        write(vd, x, 5)
+        return x
+
+    @aiogpu.task
+    async def taker(sent):
+        while not sent:
+            await anyio.lowlevel.checkpoint()
+        read(vd, sent[0].take(), seen)
+
+    @aiogpu.task
+    async def main():
+        sent: list[Handoff[torch.Tensor]] = []
+
+        async def undecorated():
+            sent.append(Handoff(await child()))
+
+        await aiogpu.gather(taker(sent), undecorated())
+
+    go(run, vd, main)
+    assert seen == [5]
+
+
+def test_taking_it_on_the_default_stream_is_no_barrier(run, vd, monkeypatch):
+    """Compute streams order the default stream by themselves; a wait on it would hold all of them up."""
+    x, seen = cell(), []
+
+    @aiogpu.task
+    async def sender():
+        write(vd, x, 2)
+        return Handoff(x)
+
+    async def main():
+        handoff = await sender()
+        waits = []
+        monkeypatch.setattr(vd, "wait", lambda *args: waits.append(args))
+        assert handoff.take() is x
+        assert not waits
+        read(vd, x, seen)
+        vd.run_all()
+
+    go(run, vd, main)
+    assert seen == [2]
+
+
+def test_a_lost_device_is_named_as_such(run, vd):
+    @aiogpu.task
+    async def main():
+        vd.fault()
+        with pytest.raises(aiogpu.DeviceLostError):
+            Handoff(torch.ones(1))
+
+    async def outer():
+        with pytest.raises(aiogpu.DeviceLostError):
+            await main()
+
+    run(outer)

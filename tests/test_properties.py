@@ -105,7 +105,7 @@ def test_a_missing_join_is_seen(monkeypatch):
     """The control: programs like these fail when a task leaves no end behind for its parent."""
     from aiogpu._tasks import Task
 
-    monkeypatch.setattr(Task, "_join_parent", lambda self, point, tensors: None)
+    monkeypatch.setattr(Task, "_join_parent", lambda self, point, tensors, parent: None)
     child = Program((("pause", 0), ("write", 0)), False)
     with pytest.raises((RaceError, ExceptionGroup)) as caught:
         carry_out(Program((("await", child), ("read", 0)), False), 0)
@@ -115,7 +115,7 @@ def test_a_missing_join_is_seen(monkeypatch):
 def test_a_missing_fork_is_seen(monkeypatch):
     from aiogpu._tasks import Task
 
-    monkeypatch.setattr(Task, "fork", lambda self: None)
+    monkeypatch.setattr(Task, "fork", lambda self, parent: None)
     child = Program((("read", 0),), False)
     with pytest.raises((RaceError, ExceptionGroup)) as caught:
         carry_out(Program((("write", 0), ("await", child)), False), 0)

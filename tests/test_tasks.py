@@ -492,7 +492,7 @@ async def generator():
         pytest.param(
             lambda: 1, r"not an `async def`; call it with `await aiogpu\.run_sync\(fn", id="function"
         ),
-        pytest.param(generator, "an async generator; put its consumer into a task", id="async generator"),
+        pytest.param(torch.no_grad()(generator), r"write `with torch\.no_grad\(\):`", id="async generator"),
         pytest.param(torch.nn.Linear(1, 1), r"`await aiogpu\.run_sync\(fn, \.\.\.\)`", id="module"),
         pytest.param(torch.nn.Linear, r"`await aiogpu\.run_sync\(fn, \.\.\.\)`", id="class"),
         pytest.param("cuda:0", r"a str; write @aiogpu\.task or @aiogpu\.task\(device=", id="device"),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import anyio
 import pytest
 import torch
-from _small_blocks import CHUNK, SLOT, small_cpu, small_virtual
+from _small_blocks import CHUNK, SLOT, UnpinnedCpu, small_cpu, small_virtual
 
 import aiogpu
 
@@ -34,11 +34,12 @@ DTYPES = sorted(
 )
 
 
-@pytest.fixture(params=["virtual", "through chunks", "cpu"])
+@pytest.fixture(params=["virtual", "through chunks", "cpu", "cpu through chunks"])
 def small(request: pytest.FixtureRequest):
-    """A device with small blocks: results page-locked, results through chunks, the CPU."""
-    if request.param == "cpu":
-        with small_cpu():
+    """A device with small blocks, virtual or with real threads; results page-locked or through chunks."""
+    if request.param.startswith("cpu"):
+        chunks = request.param != "cpu"
+        with small_cpu(UnpinnedCpu() if chunks else None, pinned_bytes=0 if chunks else 2**30):
             yield
     else:
         with small_virtual(pinned_bytes=0 if request.param == "through chunks" else 2**30):
@@ -169,15 +170,23 @@ def test_a_dense_tensor_keeps_its_memory_format(run_asyncio, small):
     run_asyncio(main)
 
 
-def test_a_row_of_a_large_tensor_stages_no_more_than_the_row(run_asyncio):
+@pytest.mark.parametrize("verb", ["to_device", "to_host"])
+@pytest.mark.parametrize("strided", [False, True], ids=["row", "column"])
+def test_a_row_of_a_large_tensor_moves_no_more_than_the_row(run_asyncio, monkeypatch, verb, strided):
     """C84."""
-    with small_virtual() as (device, engine):
-        x = torch.zeros(1000, CHUNK, dtype=torch.uint8)
+    with small_virtual(pinned_bytes=0) as (device, engine):
+        x = pattern(100 * 3 * CHUNK).view(100, -1)
+        if strided:
+            x = x.t().contiguous().t()
+        moved: list[int] = []
+        copy = device.copy
+        monkeypatch.setattr(device, "copy", lambda *args: (moved.append(args[0].nbytes), copy(*args)))
 
         async def main():
-            await aiogpu.to_device(x[5])
-            assert engine.chunks.count == 1
-            assert device.log.count(("copy", 17)) <= 1
+            assert same(await getattr(aiogpu, verb)(x[5]), x[5])
+            assert sum(moved) == 3 * CHUNK
+            assert max(moved) <= CHUNK
+            assert engine.chunks.count <= 8
 
         run_asyncio(main)
 

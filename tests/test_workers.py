@@ -18,7 +18,7 @@ import torch
 
 import aiogpu
 from aiogpu import _workers
-from aiogpu._workers import WorkerPool
+from aiogpu._workers import StagingThreads, WorkerPool
 
 # -- the pool ----------------------------------------------------------------------------------------
 
@@ -119,6 +119,37 @@ def test_every_pool_is_known_to_the_end_of_the_interpreter():
     pool = WorkerPool("test", 1, lambda: None)
     assert pool in _workers._pools
     pool.close(1)
+
+
+def test_short_transfers_never_queue_behind_long_ones():
+    threads = StagingThreads(2, 100, lambda: None)
+    gate, done = threading.Event(), threading.Semaphore(0)
+    for nbytes in (101, 10**12, float("inf"), 101):
+        threads.submit(lambda: gate.wait(10), nbytes)
+    for nbytes in (0, 100, 50):
+        threads.submit(done.release, nbytes)
+    for _ in range(3):
+        assert done.acquire(timeout=5), "it waits for a thread that a long one has"
+    gate.set()
+    assert threads.close(5)
+    with pytest.raises(RuntimeError, match="interpreter is exiting"):
+        threads.submit(lambda: None)
+
+
+def test_a_module_moves_on_the_threads_for_long_transfers(run_asyncio, auto_vd):
+    """What an object moves that moves itself, nobody knows."""
+    names: list[str] = []
+
+    class Model(torch.nn.Module):
+        def to(self, *args, **kwargs):
+            names.append(threading.current_thread().name)
+            return self
+
+    async def main():
+        await aiogpu.to_device(Model())
+
+    run_asyncio(main)
+    assert "staging-long" in names[0]
 
 
 # -- run_sync ----------------------------------------------------------------------------------------

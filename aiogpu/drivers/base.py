@@ -20,7 +20,7 @@ Guarantees that the conformance suite (:mod:`aiogpu.testing.conformance`) checks
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -109,8 +109,12 @@ class Driver(abc.ABC):
         """Submit ``dst.copy_(src)`` to ``stream``; host memory must be page-locked and dense."""
 
     @abc.abstractmethod
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory: a 1-D ``uint8`` tensor. May take long: worker threads only."""
+    def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """Page-locked host memory: a 1-D ``uint8`` tensor. May take long: worker threads only.
+
+        ``touch(block)`` writes to every page of a block. A driver that page-locks pages which exist already
+        calls it first: several threads take page faults faster than the driver does.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -204,6 +208,18 @@ class Driver(abc.ABC):
         ``None`` when there is none to be had: the caller then uses ordinary memory. Worker threads only.
         """
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+    def unpin(self, block: torch.Tensor) -> None:
+        """Undo :meth:`pinned`, all of one block, which the device no longer uses. Worker threads only."""
+
+    def empty_result_cache(self) -> int:
+        """Give back page-locked memory that :meth:`result_memory` has made and nobody holds any more;
+        returns how many bytes that were. Worker threads only."""
+        return 0
+
+    def near_cpus(self) -> frozenset[int]:
+        """The CPUs whose memory is near the device; empty where that makes no difference."""
+        return frozenset()
 
     def lost(self, error: BaseException) -> bool:
         """Does ``error`` mean that the device's context is broken for good?"""

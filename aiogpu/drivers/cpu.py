@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .base import Driver, Event, Signal, Stream, StreamKind
+from .hostmem import pages
 
 #: Bytes up to which a copy is made on the calling thread.
 _AT_ONCE = 64 * 1024
@@ -170,8 +171,11 @@ class CpuDriver(Driver):
         else:
             stream.native.put("run", run)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        block = pages(nbytes)
+        if touch is not None:
+            touch(block)
+        return block
 
     def close(self) -> None:
         with self._lock:

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from . import host_allocator
 from .base import Driver, Event, Signal, Stream, StreamKind
+from .hostmem import cpus_near, pages
 
 __all__ = ["CudaDriver"]
 
@@ -55,6 +57,7 @@ _NOTIFY_STREAMS = 32
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BLOCKING, _NON_BLOCKING = 0, 1  # CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device's context
 
 
 class _Entries:
@@ -73,6 +76,10 @@ class _Entries:
         self.launch_host_func = entry("cuLaunchHostFunc", pointer, pointer, pointer)
         self.create_stream = entry("cuStreamCreateWithPriority", pointer, ctypes.c_uint, ctypes.c_int)
         self.exchange_mode = entry("cuThreadExchangeStreamCaptureMode", pointer)
+        # Not torch's cudaHostRegister: a failed one would stay behind as the runtime's "last error", which
+        # torch reports at this thread's next kernel.
+        self.register = entry("cuMemHostRegister", pointer, ctypes.c_size_t, ctypes.c_uint)
+        self.unregister = entry("cuMemHostUnregister", pointer)
 
 
 class _Relaxed:
@@ -132,7 +139,7 @@ class CudaDriver(Driver):
         # semantics: in both cases the edges to the default stream must be made with events.
         self.legacy_orders = self.entries is not None and not self._sanitized
         self._notify_streams += [self.open_stream("copy") for _ in range(_NOTIFY_STREAMS)]
-        _register_pinned_memory_in_pieces()
+        host_allocator.register_in_pieces()
         if torch.cuda.device_count() > 1:
             self.swap = self._swap_many  # type: ignore[method-assign]
             self.restore = self._restore_many  # type: ignore[method-assign]
@@ -230,8 +237,21 @@ class CudaDriver(Driver):
         finally:
             self.restore(saved)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        if self.entries is None:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        block = pages(nbytes)
+        (touch or torch.Tensor.zero_)(block)
+        with torch.cuda.device(self.device):  # raw driver calls need a current context
+            code = self.entries.register(block.data_ptr(), nbytes, _PORTABLE)
+        if code != 0:
+            raise RuntimeError(f"cuMemHostRegister failed with CUDA error {code}")
+        return block
+
+    def unpin(self, block: torch.Tensor) -> None:
+        if self.entries is not None:
+            with torch.cuda.device(self.device):
+                self.entries.unregister(block.data_ptr())
 
     def close(self) -> None:
         if self._waiters is not None:
@@ -342,6 +362,17 @@ class CudaDriver(Driver):
         except RuntimeError:  # no page-locked memory to be had: ordinary memory is slower, not wrong
             return None
 
+    def empty_result_cache(self) -> int:
+        return host_allocator.drop_cache()
+
+    def near_cpus(self) -> frozenset[int]:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        try:
+            bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        except AttributeError:  # a torch that does not tell
+            return frozenset()
+        return cpus_near(bus_id)
+
     def lost(self, error: BaseException) -> bool:
         code = getattr(error, "error_code", None)
         if code is not None:
@@ -404,23 +435,3 @@ def _sanitizer_enabled() -> bool:
         return True
     module = getattr(torch.cuda, "_sanitizer", None)
     return bool(module is not None and module.cuda_sanitizer.enabled)
-
-
-def _register_pinned_memory_in_pieces() -> None:
-    """Let torch's pinned allocator touch pages with several threads, then register them.
-
-    Page-locking one large block stops every other thread's launches while it lasts: 230 ms for 512 MiB
-    with cudaHostAlloc, 50 ms for 1000 MiB this way, and it is three times faster. Users who configure
-    torch's allocator themselves have decided.
-    """
-    configured = {
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_HIP_ALLOC_CONF",
-    } & os.environ.keys()
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if configure is not None and not configured:
-        try:
-            configure("pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
-        except (RuntimeError, ValueError):  # a torch that does not know the settings
-            pass

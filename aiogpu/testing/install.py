@@ -30,8 +30,7 @@ def installed(driver: Driver, settings: EngineSettings | None = None) -> Iterato
     finally:
         _engine.settled_default = default
         _engine.install_engine(driver.device, before)
-        engine.staging.close(5.0)
-        engine.workers.close(5.0)
+        engine.close_threads(5.0)
         driver.close()
 
 

@@ -253,7 +253,7 @@ class VirtualDevice(Driver):
         command = _Command("run", "copy", run=run, duration=self.copy_seconds)
         self._submit(stream.native, command, [src], [dst])
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         if self.pin_failures > 0:
             self.pin_failures -= 1
             raise RuntimeError("virtual device: cannot page-lock memory")

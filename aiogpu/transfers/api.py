@@ -7,7 +7,7 @@ raised where the operation is awaited.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -20,8 +20,9 @@ from .._runtime import Runtime, current_runtime, starter
 from .._tasks import current_task
 from .downloads import Download
 from .out import destinations
-from .plan import Plan
-from .tree import Tree, flatten, tensors_of
+from .peers import PeerCopy
+from .plan import Plan, Walking
+from .tree import Tree, flatten, flatten_some, tensors_of
 from .uploads import Upload, UploadInto
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["copy_", "item", "to_device", "to_host"]
 
 T = TypeVar("T")
+
+#: Parts of containers that a call looks at: less than a millisecond of the loop's thread.
+PARTS_AT_ONCE = 500
 Device = torch.device | str | int
 
 
@@ -53,14 +57,19 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
     Parameters
     ----------
     data:
-        A tensor or numpy array of any shape, or any nesting of dicts, lists, tuples, NamedTuples and
-        dataclasses of them. Container types are kept exactly. An ``nn.Module``, or an object with a
+        A tensor of any layout (strided, sparse, nested, quantized, subclasses) or a numpy array, or any
+        nesting of dicts, lists, tuples, sets, deques, NamedTuples, dataclasses (also of attrs and
+        pydantic), ``SimpleNamespace`` and classes that were given to :func:`~aiogpu.register` or to
+        ``torch.utils._pytree``. Container types are kept exactly, and no ``__init__`` or ``__post_init__``
+        runs again. What appears twice is moved once, and shared in the result. Of an expanded view only the
+        real elements are copied, and spread out on the device. An ``nn.Module``, or an object with a
         ``.to`` of its own, moves itself, off the event loop. Everything else passes by identity, as do
-        tensors that are on the device already.
+        tensors that are on the device already; an object of another class that holds tensors does so with
+        a warning, once per class.
     device:
         Default: the task's device, else the runtime's.
     dtype:
-        Convert every tensor, on the device.
+        Convert every tensor, on the device; of sparse and nested ones the values, not the indices.
 
     Returns
     -------
@@ -68,19 +77,33 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
         Its result is complete when the await returns, and usable on any stream. **The source must not
         be written before that** (debug mode checks; sources up to 64 KiB are snapshots). A leaf that
         requires grad gives a leaf that requires grad, a Parameter a Parameter. The results are ordinary
-        tensors also inside ``torch.inference_mode()``.
+        tensors also inside ``torch.inference_mode()``. Without waiting for the device:
+        :meth:`Operation.ordered`.
+
+        A tensor on another GPU is copied from there, behind what that device's current stream held at the
+        call; one that is there already and is only converted never leaves the device.
+
+    **Many small leaves** (of a call with more than 16, those up to 64 KiB) are copied together. Their results
+    share memory then, up to 1 MiB of it: ``clone()`` what shall outlive the others, and what shall be
+    resized in place. Each begins on a multiple of 256 bytes, and has a version counter of its own. Of
+    containers with more than 500 parts the call looks at the first 500, a thread at the others: the
+    containers, too, must not be changed before the await then, and what is refused among the others
+    is raised by it.
 
     Raises
     ------
     ValueError, TypeError
-        Before any work, for what cannot be moved: unknown devices, meta tensors, tensors that require
-        grad and are not leaves, sparse, nested and quantized layouts, numpy dtypes that torch lacks.
+        Before any work, for what cannot be moved, naming its place (``data['images'][3].mask``): unknown
+        devices, meta tensors, tensors that require grad and are not leaves, oneDNN's layout, quantized
+        tensors with several elements a byte, numpy arrays with a mask or a dtype that torch lacks,
+        conversions that torch lacks, storages, data that contains itself.
     CaptureError
         Inside a CUDA-graph capture.
     DeviceLostError
         At once when the device is lost.
     torch.OutOfMemoryError
-        Where it is awaited.
+        Where it is awaited. Before that the transfer has waited, on a thread and at most 10 seconds, until
+        what was in flight on the device had let go of its memory, and has been tried once more.
     """
     runtime = current_runtime()
     _check_dtype("to_device", dtype)
@@ -93,11 +116,13 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
         same = where is not None and where.type != "cpu" and tensor.device == where
         return same and (dtype is None or tensor.dtype == dtype)
 
-    leaves = Plan(flatten(data, verb="to_device"), stays)
+    tree, more = _begin(runtime, data, "to_device", dtype)
+    leaves = Plan(tree, stays)
+    walking = None if more is None else Walking(tree, more, lambda tree: Plan(tree, stays))
     operation: Operation[Any] = Operation("to_device", runtime.reactor)
     _own(operation)
     _debug(runtime, operation, leaves)
-    Upload(runtime, leaves, operation, where, dtype).start(engine)
+    Upload(runtime, leaves, operation, where, dtype, walking).start(engine)
     return operation
 
 
@@ -134,7 +159,8 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
     Operation
         CPU tensors, detached from autograd, complete when the await returns. Results above 64 KiB are
         page-locked while the runtime's ``pinned_bytes`` last; smaller ones are in ordinary memory,
-        where page-locking buys nothing.
+        where page-locking buys nothing. Many small ones are gathered on the device and copied together, as
+        :func:`to_device` says, and share memory (page-locked, too) up to 1 MiB of it.
 
     Raises
     ------
@@ -142,7 +168,7 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
     """
     runtime = current_runtime()
     _check_dtype("to_host", dtype)
-    tree = flatten(data, verb="to_host")
+    tree, more = _begin(runtime, data, "to_host", dtype, whole=out is not None)
     engine, on_cpu = _source_engine(runtime, tree)
     _refuse_capture("to_host", engine)
 
@@ -150,12 +176,17 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
         here = tensor.device.type == "cpu" and not on_cpu and out is None
         return here and (dtype is None or tensor.dtype == dtype)
 
+    def make(tree: Tree[Any]) -> Plan[Any]:
+        _one_device(tree)  # also of what was not seen yet when the engine was chosen
+        return Plan(tree, stays, detached=True)
+
+    walking = None if more is None else Walking(tree, more, make)
     leaves = Plan(tree, stays, detached=True)
-    hosts, wrap = (None, None) if out is None else destinations(tree, leaves, data, out, dtype)
-    operation: Operation[Any] = Operation("to_host", runtime.reactor)
+    hosts, wrap = (None, None) if out is None else destinations(tree, leaves, out, dtype)
+    operation: Operation[Any] = Operation("to_host", runtime.reactor, to_host=True)
     _own(operation)
     _debug(runtime, operation, leaves)
-    Download(runtime, leaves, operation, dtype=dtype, out=hosts, wrap=wrap).start(engine)
+    Download(runtime, leaves, operation, dtype=dtype, out=hosts, wrap=wrap, walking=walking).start(engine)
     return operation
 
 
@@ -180,14 +211,15 @@ def item(tensor: torch.Tensor) -> Operation[Any]:
     engine, _ = _source_engine(runtime, tree)
     _refuse_capture("item", engine)
     leaves = Plan(tree, _no)
-    operation: Operation[Any] = Operation("item", runtime.reactor)
+    operation: Operation[Any] = Operation("item", runtime.reactor, to_host=True)
     _own(operation)
     Download(runtime, leaves, operation, wrap=lambda hosts, _: hosts[0].item()).start(engine)
     return operation
 
 
 def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
-    """Start ``dst.copy_(src)`` between any two devices, after the current stream's work so far.
+    """Start ``dst.copy_(src)`` between any two devices, after the current stream's work so far: between two
+    GPUs, after that of the current streams of both.
 
     ``src`` is broadcast to ``dst``'s shape and converted to its dtype, as by ``Tensor.copy_``; autograd
     does not see the copy. The result is ``dst``. Neither may be written, nor ``dst`` read, before the
@@ -198,6 +230,9 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
     TypeError, ValueError
         Before any work: not two tensors, shapes that do not broadcast, unsupported layouts, a ``dst``
         whose elements overlap in memory.
+    torch.OutOfMemoryError
+        Where it is awaited, after a second try, as with :func:`to_device`: for ``dst`` of another dtype or
+        order, the bytes land in memory of their own first.
     """
     for name, tensor in (("dst", dst), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
@@ -215,8 +250,9 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
     _refuse_capture("copy_", engine)
     flatten(src, verb="copy_")  # for its refusals
     same = dst.shape == src.shape
-    leaves = Plan(flatten(src if same or not down else src.detach().expand(dst.shape), verb="copy_"), _no)
-    operation: Operation[Any] = Operation("copy_", runtime.reactor)
+    wide = src if same or not down else src.detach().expand(dst.shape)
+    leaves = Plan(flatten(wide, verb="copy_", dtype=dst.dtype if down else None), _no)
+    operation: Operation[Any] = Operation("copy_", runtime.reactor, to_host=down)
     _own(operation)
     _debug(runtime, operation, leaves)
     if down:
@@ -224,8 +260,10 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
         Download(runtime, leaves, operation, dtype=dst.dtype, out=[dst], wrap=lambda *_: dst).start(engine)
     elif src.device.type == "cpu":
         UploadInto(runtime, leaves, operation, dst).start(engine)
+    elif src.device != dst.device:
+        PeerCopy(runtime, leaves, operation, dst, src).start(engine)
     else:
-        _copy_across(runtime, operation, dst, src, engine)
+        _copy_within(runtime, operation, dst, src, engine)
     return operation
 
 
@@ -244,18 +282,19 @@ def _check_destination(dst: torch.Tensor, src: torch.Tensor) -> None:
         raise ValueError(
             f"copy_() cannot broadcast src of shape {tuple(src.shape)} to dst of shape {tuple(dst.shape)}"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(dst.shape, dst.stride(), strict=True)):
+    places = zip(dst.shape, dst.stride(), strict=True)
+    if dst.numel() and any(size > 1 and stride == 0 for size, stride in places):
         raise ValueError("copy_() needs a dst whose elements have memory of their own: use dst.clone()")
 
 
-def _copy_across(
+def _copy_within(
     runtime: Runtime,
     operation: Operation[Any],
     dst: torch.Tensor,
     src: torch.Tensor,
     engine: Engine | None,
 ) -> None:
-    """Device to device, on the current streams: torch orders both sides of a peer copy."""
+    """Within one device, on the current stream."""
 
     def landed(error: BaseException | None) -> None:
         if error is None:
@@ -273,11 +312,12 @@ def _copy_across(
     try:
         with torch.inference_mode(dst.is_inference()), torch.no_grad():
             dst.copy_(src, non_blocking=True)
-        operation.submitted()
         if engine is not None:
             stream = engine.driver.current()
-            runtime.watch(engine, stream, engine.driver.record(stream), landed, (dst, src))
+            point = runtime.watch(engine, stream, engine.driver.record(stream), landed, (dst, src))
+            operation.submitted(dst, (stream, point))
         else:
+            operation.submitted()
             # The copy belongs onto the caller's stream now; what watches over it takes time to make.
             native, event = torch.cuda.current_stream(dst.device), torch.cuda.Event()
             event.record(native)
@@ -289,8 +329,8 @@ def _copy_across(
 # -- to_host ---------------------------------------------------------------------------------------
 
 
-def _source_engine(runtime: Runtime, tree: Tree[Any]) -> tuple[Engine | None, bool]:
-    """The engine of the device that the data is on, and whether that device is the CPU."""
+def _one_device(tree: Tree[Any]) -> set[torch.device]:
+    """The device that the data is on, if any."""
     reached = [*tree.tensors, *(t for mover in tree.movers for t in tensors_of(mover))]
     devices = {tensor.device for tensor in reached if tensor.device.type != "cpu"}
     if len(devices) > 1:
@@ -298,6 +338,12 @@ def _source_engine(runtime: Runtime, tree: Tree[Any]) -> tuple[Engine | None, bo
             f"data is on several devices ({', '.join(sorted(map(str, devices)))}): call this once for "
             "each, and await aiogpu.gather(...)"
         )
+    return devices
+
+
+def _source_engine(runtime: Runtime, tree: Tree[Any]) -> tuple[Engine | None, bool]:
+    """The engine of the device that the data is on, and whether that device is the CPU."""
+    devices = _one_device(tree)
     task = current_task()
     where = task.engine.device if task is not None else runtime.device_now()
     if devices:
@@ -311,6 +357,22 @@ def _source_engine(runtime: Runtime, tree: Tree[Any]) -> tuple[Engine | None, bo
 
 
 # -- shared ----------------------------------------------------------------------------------------
+
+
+def _begin(
+    runtime: Runtime, data: Any, verb: str, dtype: torch.dtype | None, *, whole: bool = False
+) -> tuple[Tree[Any], Callable[[int], bool] | None]:
+    """Take ``data`` apart, as far as the loop's thread has time for it; see :func:`flatten_some`.
+
+    What is left to a thread must be like what has been seen, which decides about streams: tensors, and
+    nothing that moves itself. Debug mode wants to know all sources now.
+    """
+    tree, more = flatten_some(data, verb=verb, dtype=dtype, parts=PARTS_AT_ONCE)
+    if more is not None and (whole or runtime.debug or tree.movers or not tree.tensors):
+        while not more(PARTS_AT_ONCE):
+            pass
+        more = None
+    return tree, more
 
 
 def _check_dtype(verb: str, dtype: Any) -> None:
@@ -340,32 +402,13 @@ def _own(operation: Operation[Any]) -> None:
     """The task that starts a transfer ends after it."""
     task = current_task()
     if task is not None:
-        operation._owner = task.operations
+        operation._owner, operation._lease = task.operations, task.lease.stream
         task.operations.add(operation)
 
 
 def _debug(runtime: Runtime, operation: Operation[Any], leaves: Plan[Any]) -> None:
-    """Debug mode: see at the await whether a source was written in the meantime."""
+    """Debug mode: see whether a source is written before the transfer has ended."""
     if not runtime.debug:
         return
     versions = [(tensor, tensor._version) for tensor in leaves.plain if not tensor.is_inference()]
-
-    def check(finished: Operation[Any]) -> None:
-        for tensor, version in versions:
-            if tensor._version != version:
-                frame = _caller()
-                started = "{}:{}".format(*finished._site)
-                raise RuntimeError(
-                    f"a source of {finished._what}() (started at {started}) was written in place before "
-                    f"the await at {frame}: the copy may hold a mixture. Await it first, or pass a clone."
-                )
-
-    operation._checks = check
-
-
-def _caller() -> str:
-    """The innermost coroutine frame outside aiogpu."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("aiogpu."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    operation._checks = lambda: any(tensor._version != version for tensor, version in versions)

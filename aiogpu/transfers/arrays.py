@@ -1,18 +1,19 @@
-"""One leaf: a tensor or a numpy array, whether it can be moved, and the plain tensors it is made of.
+"""One leaf: whether it can be moved, and what to do instead; numpy arrays as tensors.
 
-Law of this file: nothing here moves or writes data.  `refusal`, `components` and `explode` look at metadata
-only and may run on the event loop; `as_tensor` may copy and belongs in a worker thread.  numpy is never
-imported, only recognised where somebody else has imported it.
+Law of this file: nothing here moves or writes data.  `refusal` looks at metadata only and may run on the
+event loop; `as_tensor` may copy and belongs in a worker thread.  numpy is never imported, only recognised
+where somebody else has imported it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
+
+from .parts import RAW, components
 
 if TYPE_CHECKING:
     import numpy
@@ -21,11 +22,19 @@ if TYPE_CHECKING:
     Array: TypeAlias = numpy.ndarray[Any, Any]
 
 Refusal: TypeAlias = tuple[type[Exception], str]
-Rewrap: TypeAlias = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+__all__ = ["Refusal", "as_tensor", "is_array", "refusal", "special_layout"]
 
 # -- What is refused: reasons are the ends of sentences that begin with the leaf's name --------------------
 
-_WAYS_OUT = {"to_host": "x.cpu", "copy_": "dst.copy_, src"}  # for any other verb: x.to, device
+#: The calls that take every layout; the others write into, or read elements of, one piece of memory.
+_ANY_LAYOUT = ("to_device", "to_host")
+_WAYS_OUT = {
+    "to_host": "`await aiogpu.run_sync(x.cpu)`",
+    "to_host(out=...)": "plain tensors, or leave `out` away",
+    "copy_": "`await aiogpu.run_sync(dst.copy_, src)`",
+    "item": "`(await aiogpu.to_host(x)).to_dense().item()`",
+}  # for any other verb: x.to, device
 
 # numpy's kind and item size -> torch's name.  Not keyed by numpy's own types: `ulonglong` and `uint64` are
 # two types of one format, and torch.from_numpy knows only one of them.
@@ -45,22 +54,37 @@ _DTYPES = {
     "c8": "complex64",
     "c16": "complex128",
 }
-_GUEST = 2  # `dtype.isbuiltin` of user-defined dtypes (bfloat16), whose kind says nothing of their format
+_GUEST = 2  # `dtype.isbuiltin` of user-defined dtypes, whose kind says nothing of their format
+
+# The formats that package ml_dtypes adds to numpy (for JAX), under torch's names; packed ones are not alike.
+_GUESTS = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
-def refusal(x: torch.Tensor | Array, verb: str) -> Refusal | None:
-    """Why the leaf `x` cannot be moved, and what to do instead."""
-    return _tensor_refusal(x, verb) if isinstance(x, torch.Tensor) else _array_refusal(x)
+def refusal(x: torch.Tensor | Array, verb: str, dtype: torch.dtype | None = None) -> Refusal | None:
+    """Why the leaf `x` cannot be moved, or not be converted to `dtype`, and what to do instead."""
+    refused = _tensor_refusal(x, verb) if isinstance(x, torch.Tensor) else _array_refusal(x)
+    return refused if dtype is None or refused is not None else _conversion_refusal(x, dtype)
 
 
 def _tensor_refusal(x: torch.Tensor, verb: str) -> Refusal | None:
-    way_out = f"`await aiogpu.run_sync({_WAYS_OUT.get(verb, 'x.to, device')})`"
+    way_out = _WAYS_OUT.get(verb, "`await aiogpu.run_sync(x.to, device)`")
     if x.is_meta:
         return ValueError, "is a meta tensor, which holds no data; use `torch.empty_like(x, device=device)`"
     if is_lazy(x):
         return ValueError, f"is an {type(x).__name__}, which holds no data before its module's first forward"
-    if (layout := _layout_to_come(x)) is not None:
-        return TypeError, f"is a {layout} tensor, which aiogpu does not move yet; use {way_out}"
+    if x._is_zerotensor():
+        return (
+            ValueError,
+            "is one of autograd's zero tensors, which have no memory; use `torch.zeros(x.shape)`",
+        )
+    if x.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        return TypeError, "is a torch._mkldnn tensor, whose format only oneDNN knows; use `x.to_dense()`"
+    if x.is_quantized and x.dtype in _PACKED:
+        return TypeError, f"is a quantized tensor of several {x.dtype} a byte; use `x.dequantize()`"
+    if verb not in _ANY_LAYOUT and (layout := special_layout(x)) is not None:
+        return TypeError, f"is a {layout} tensor, which {verb} does not take; use {way_out}"
+    if verb in ("copy_", "item") and (integers := RAW.get(x.dtype)) is not None:
+        return TypeError, f"is a {x.dtype} tensor, which has no kernels; use `.view({integers})` of it"
     if verb == "to_device" and x.requires_grad and not x.is_leaf:
         return ValueError, (
             "requires grad and is not a leaf, so that a copy made outside autograd would cut its graph; "
@@ -69,17 +93,31 @@ def _tensor_refusal(x: torch.Tensor, verb: str) -> Refusal | None:
     return None
 
 
-def _layout_to_come(x: torch.Tensor) -> str | None:
+_PACKED = (torch.quint4x2, torch.quint2x4)
+
+
+def special_layout(x: torch.Tensor) -> str | None:
+    """The name of a layout that is no single piece of memory with elements in it; None: it is one."""
     if x.is_nested:
         return "nested"
     if x.is_quantized:
         return "quantized"
-    return None if x.layout is torch.strided else str(x.layout)  # torch.sparse_csr, torch._mkldnn
+    if components(x):
+        return type(x).__name__ if x.layout is torch.strided else str(x.layout)  # torch.sparse_csr
+    return None
+
+
+def _conversion_refusal(x: torch.Tensor | Array, dtype: torch.dtype) -> Refusal | None:
+    own = x.dtype if isinstance(x, torch.Tensor) else None
+    if own == dtype or not (dtype in RAW or own in RAW):
+        return None
+    quantized = isinstance(x, torch.Tensor) and x.is_quantized
+    instead = "pass `x.dequantize()`" if quantized else "leave dtype= away"
+    return TypeError, f"is of dtype {x.dtype}, which torch cannot convert to {dtype}; {instead}"
 
 
 def _array_refusal(x: Array) -> Refusal | None:
-    name = _DTYPES.get(f"{x.dtype.kind}{x.dtype.itemsize}")
-    if name is None or x.dtype.isbuiltin == _GUEST or not hasattr(torch, name):
+    if _torch_dtype(x) is None:
         return TypeError, (
             f"is a numpy array of dtype {x.dtype}, which torch has no equivalent for; convert it with "
             "`x.astype(...)`, or pass `x.tolist()`, which is handed through as it is"
@@ -90,6 +128,14 @@ def _array_refusal(x: Array) -> Refusal | None:
             "`numpy.ma.getmaskarray(x)` side by side"
         )
     return None
+
+
+def _torch_dtype(x: Array) -> torch.dtype | None:
+    dtype = x.dtype
+    name = _DTYPES.get(f"{dtype.kind}{dtype.itemsize}")
+    if dtype.isbuiltin == _GUEST:
+        name = dtype.name if dtype.type.__module__ == "ml_dtypes" and dtype.name in _GUESTS else None
+    return None if name is None else getattr(torch, name, None)
 
 
 # -- numpy -------------------------------------------------------------------------------------------------
@@ -113,6 +159,10 @@ def as_tensor(array: Array) -> torch.Tensor:
     strides, foreign byte order and misaligned items cost a copy, which may be large: call this in a worker
     thread.  Broadcast dimensions stay broadcast.
     """
+    if array.dtype.isbuiltin == _GUEST:
+        guest = _torch_dtype(array)
+        assert guest is not None, "refused"
+        return as_tensor(array.view(f"u{array.itemsize}")).view(guest)
     if _is_shareable(array):
         return torch.from_numpy(_writable_alias(array))
     once = (slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)
@@ -144,100 +194,3 @@ class _Writable:
         address, _read_only = interface["data"]
         self.__array_interface__ = {**interface, "data": (address, False)}
         self.array = array
-
-
-# -- What a tensor is made of ------------------------------------------------------------------------------
-
-
-def components(x: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that `x` keeps its data in; empty if it has memory of its own."""
-    if hasattr(x, "__tensor_flatten__"):
-        inner = (getattr(x, name) for name in x.__tensor_flatten__()[0])
-        return [part for part in inner if isinstance(part, torch.Tensor)]
-    if _has_dispatch(type(x)):
-        return [part for part in vars(x).values() if isinstance(part, torch.Tensor)]
-    if x.layout is torch.strided and not x.is_nested:
-        return []
-    plain = x.detach()
-    if x.layout is torch.sparse_coo:
-        return [plain._indices(), plain._values()]
-    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [plain.crow_indices(), plain.col_indices(), plain.values()]
-    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [plain.ccol_indices(), plain.row_indices(), plain.values()]
-    return [plain.values()] if x.is_nested else []
-
-
-def explode(x: torch.Tensor) -> tuple[list[torch.Tensor], Rewrap] | None:
-    """`x` as plain tensors that do not require grad, and how to make its like of their moved copies.
-
-    The like has the class of `x`; a leaf that requires grad gives such a leaf and a Parameter a Parameter,
-    with the attributes set on it (shallow).  A wrapper subclass gets the size and strides of `x`: the moved
-    inner tensors must have kept theirs.  None: a subclass that keeps its data in a way of its own
-    (`__torch_dispatch__` without `__tensor_flatten__`), so that only its own `.to` knows how to move it.
-    """
-    with torch._C.DisableTorchFunction():
-        if hasattr(x, "__tensor_flatten__"):
-            return _explode_wrapper(x)
-        return None if _has_dispatch(type(x)) else _explode_plain(x)
-
-
-def _explode_plain(x: torch.Tensor) -> tuple[list[torch.Tensor], Rewrap]:
-    cls, grad = type(x), x.requires_grad and x.is_leaf
-    if cls is torch.Tensor:  # its attributes are lost, as with `.to`
-        return [x.detach() if x.requires_grad else x], lambda moved: _with_grad(_only(moved), grad)
-    attributes = dict(vars(x))
-
-    def rewrap(moved: Sequence[torch.Tensor]) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
-            # As torch.nn.Parameter does it; what `as_subclass` gives is a view in autograd's eyes.
-            like = torch.Tensor._make_subclass(cls, _only(moved))
-            _with_grad(like, grad)
-        vars(like).update(attributes)
-        return like
-
-    return [x.detach()], rewrap
-
-
-def _explode_wrapper(x: Any) -> tuple[list[torch.Tensor], Rewrap] | None:
-    cls, grad, is_parameter = type(x), x.requires_grad and x.is_leaf, isinstance(x, torch.nn.Parameter)
-    size, stride = x.size(), x.stride()
-    names, context = x.__tensor_flatten__()
-    plain: list[torch.Tensor] = []
-    inner: dict[str, tuple[slice, Rewrap]] = {}
-    others: dict[str, Any] = {}  # a wrapper may also name things that are no tensors
-    for name in names:
-        part = getattr(x, name)
-        if not isinstance(part, torch.Tensor):
-            others[name] = part
-        elif (exploded := explode(part)) is None:
-            return None
-        else:
-            tensors, rewrap_part = exploded
-            inner[name] = slice(len(plain), len(plain) + len(tensors)), rewrap_part
-            plain += tensors
-
-    def rewrap(moved: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = others | {name: rewrap_part(moved[where]) for name, (where, rewrap_part) in inner.items()}
-        with torch._C.DisableTorchFunction():
-            like = _with_grad(cls.__tensor_unflatten__(parts, context, size, stride), grad)
-        if is_parameter:
-            vars(like)["_is_param"] = True  # torch.nn.Parameter's mark on tensors of custom classes
-        return like
-
-    return plain, rewrap
-
-
-def _has_dispatch(cls: type[torch.Tensor]) -> bool:
-    # Bound anew at each access where it is a method, hence compared with what plain tensors have.
-    return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _only(moved: Sequence[torch.Tensor]) -> torch.Tensor:
-    (plain,) = moved
-    return plain
-
-
-def _with_grad(x: torch.Tensor, grad: bool) -> torch.Tensor:
-    # As with `.to`: what was converted to an integer dtype cannot require grad any more.
-    return x.requires_grad_() if grad and (x.is_floating_point() or x.is_complex()) else x

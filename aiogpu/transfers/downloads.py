@@ -20,7 +20,7 @@ from .._operation import Operation
 from .._runtime import Runtime
 from ..drivers.base import Event, Stream
 from .jobs import Job, dense_copy, dense_strides, give_slots, in_slot, submit_slot_copy, take_slots
-from .plan import Plan, neutral
+from .plan import Plan, Walking, neutral
 from .staging import same_order
 from .tree import as_tensor
 
@@ -43,17 +43,18 @@ class Download(Job):
         dtype: torch.dtype | None = None,
         out: Sequence[torch.Tensor] | None = None,
         wrap: Callable[[list[torch.Tensor], list[Any]], Any] | None = None,
+        walking: Walking[Any] | None = None,
     ) -> None:
-        super().__init__(runtime, plan, operation)
+        super().__init__(runtime, plan, operation, walking)
         self.dtype = dtype
         self.out = out
-        self.wrap = wrap or plan.rebuild
+        self._wrap = wrap
 
     def start(self, engine: Engine | None) -> None:
         if engine is None:
             # The device's engine is not there yet, but its stream is: what it holds at the call counts.
             self.note_callers_stream(self._device())
-            self.in_thread(None, self._run_first)
+            self._start_large(None, self._run_first)
             return
         try:
             caller = engine.driver.current()
@@ -65,10 +66,16 @@ class Download(Job):
         except BaseException as error:
             self.fail(engine, error)
             return
-        self.in_thread(engine, partial(self._run_large, engine, caller, ready))
+        self._start_large(engine, partial(self._run_large, engine, caller, ready))
+
+    def _start_large(self, engine: Engine | None, work: Callable[[], None]) -> None:
+        if self.walking is not None:
+            self.walk_first(engine, self.walking, partial(self.in_thread, engine, work))
+        else:
+            self.in_thread(engine, work)
 
     def _start_small(self, engine: Engine, stream: Stream) -> bool:
-        sources = [dense_copy(self._converted(s)) for s in self.plan.plain]
+        sources = [dense_copy(self._converted(i, s)) for i, s in enumerate(self.plan.plain)]
         slots = take_slots(engine, sources)
         if slots is None:
             return False
@@ -92,7 +99,7 @@ class Download(Job):
                     with torch.inference_mode(host.is_inference()):
                         host.copy_(in_slot(next(free), source))
                 hosts.append(host)
-            return self.wrap([*hosts, *self._arrays()], [])
+            return self._wrapped([*hosts, *self._arrays()], [])
 
     def _arrays(self) -> list[torch.Tensor]:
         """Numpy arrays are in host memory already: copied there, as everything is. May be large."""
@@ -108,9 +115,10 @@ class Download(Job):
             return self.out[index]
         return torch.empty_like(like, device="cpu")
 
-    def _converted(self, source: torch.Tensor) -> torch.Tensor:
+    def _converted(self, index: int, source: torch.Tensor) -> torch.Tensor:
         """``dtype`` is converted on the device: doing it on the way down falls back to blocking copies."""
-        return source if self.dtype is None else source.to(self.dtype)
+        source, dtype = self.plan.gather(index, source), self.plan.dtype_of(index)
+        return source if dtype is None else source.to(dtype)
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self._device())
@@ -121,6 +129,8 @@ class Download(Job):
         return self.plan.plain[0].device if self.plan.plain else None
 
     def _run_large(self, engine: Engine, caller: Stream, ready: Event) -> None:
+        if self.out is None:
+            self.pack(lambda: self.plan.plain, engine.device)
         hosts = self._hosts(engine)
         if hosts is not None:
             self._direct(engine, hosts, caller, ready)
@@ -143,15 +153,14 @@ class Download(Job):
             )
             return list(self.out[: len(self.plan.plain)]) if direct and not engine.driver.eager else None
         hosts = []
-        for source in self.plan.plain:
-            host = self._page_locked(engine, source)
+        for index, source in enumerate(self.plan.plain):
+            host = self._page_locked(engine, source, self.plan.dtype_of(index) or source.dtype)
             if host is None:
                 return None
             hosts.append(host)
         return hosts
 
-    def _page_locked(self, engine: Engine, source: torch.Tensor) -> torch.Tensor | None:
-        dtype = self.dtype or source.dtype
+    def _page_locked(self, engine: Engine, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         # Torch's pinned allocator rounds up to a power of two.
         nbytes = 1 << max(0, source.numel() * dtype.itemsize - 1).bit_length()
         if not engine.results.claim(nbytes):
@@ -170,31 +179,44 @@ class Download(Job):
             movers = self._move_movers(engine, caller)
             arrays = self._arrays()
             with engine.driver.on(lane.stream):
-                lane.held += self.plan.plain  # conversions read them on the lane's stream
-                for host, source in zip(hosts, self.plan.plain, strict=True):
-                    lane.download(host, dense_copy(self._converted(source)))
+                lane.held.append(self.plan)  # conversions read it on the lane's stream
+                for index, (host, source) in enumerate(zip(hosts, self.plan.plain, strict=True)):
+                    lane.download(host, dense_copy(self._converted(index, source)))
             if movers:
                 engine.driver.order(lane.stream, caller)
-            self.land_lane(engine, lane, partial(self._wrapped, [*hosts, *arrays], movers))
+            self.land_lane(engine, lane, self._finish([*hosts, *arrays], movers))
 
     def _staged(self, engine: Engine, caller: Stream) -> None:
         with self.lane(engine, engine.downloads) as lane:
             movers = self._move_movers(engine, caller)
             hosts = []
             with engine.driver.on(lane.stream):
-                lane.held += self.plan.plain
+                lane.held.append(self.plan)
                 for index, source in enumerate(self.plan.plain):
-                    source = dense_copy(self._converted(source))
+                    source = dense_copy(self._converted(index, source))
                     host = self._destination(index, source)
                     lane.download_through_chunks(host, source)
                     hosts.append(host)
             hosts += self._arrays()
-            self.land_lane(engine, lane, partial(self._wrapped, hosts, movers))
+            self.land_lane(engine, lane, self._finish(hosts, movers))
 
     def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:
+        options: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
         with engine.driver.on(caller):
-            return self.move_movers(lambda mover: mover.to("cpu"))
+            return self.move_movers(lambda mover: mover.to("cpu", **options))
 
     def _wrapped(self, hosts: list[torch.Tensor], movers: list[Any]) -> Any:
-        with neutral():
-            return self.wrap(hosts, movers)
+        return (self._wrap or self.plan.rebuild)(hosts, movers)
+
+    def _finish(self, hosts: list[torch.Tensor], movers: list[Any]) -> Callable[[], Any]:
+        """What makes the result. Of many leaves it is made here and now: the loop's thread has no time for
+        it. Code of users', which may look at values, runs when these have arrived."""
+
+        def finish() -> Any:
+            with neutral():
+                return self._wrapped(hosts, movers)
+
+        if not self.plan.in_slabs or self.plan.wraps:
+            return finish
+        result = finish()
+        return lambda: result

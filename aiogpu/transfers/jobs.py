@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .._capacity import in_flight, when_back
 from .._engine import SLOT_BYTES, Engine
 from .._errors import bare
 from .._operation import Operation
@@ -22,35 +24,56 @@ from .._reactor import Point
 from .._runtime import Runtime, starter
 from .._streams import StreamPool
 from ..drivers.base import Stream
-from .plan import Plan, neutral
+from .packing import packed
+from .plan import Plan, Walking, neutral
 from .staging import Lane, flat, is_dense
 
 __all__ = ["Job", "dense_copy", "take_slots"]
 
-#: A batch of more leaves than this goes to a staging thread, however small they are.
+#: A batch of more leaves than this goes to a staging thread, however small they are, and packed.
 SMALL_LEAVES = 16
 
 
 class Job:
     """What all transfers share: the operation, the plan, the caller's stream."""
 
-    def __init__(self, runtime: Runtime, plan: Plan[Any], operation: Operation[Any]) -> None:
+    #: May the whole submission be made a second time? Then it is, once, when device memory has run out.
+    repeatable = False
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        plan: Plan[Any],
+        operation: Operation[Any],
+        walking: Walking[Any] | None = None,
+    ) -> None:
         self.runtime = runtime
         self.plan = plan
         self.operation = operation
         operation._nbytes = plan.nbytes
         #: The caller's current CUDA stream, for as long as there is no engine to ask.
         self._native: torch.cuda.Stream | None = None
+        #: It has its place in the runtime's queue, or is past it.
+        self._admitted = False
         #: The operation is resolved by a point in flight, not by whoever fails.
         self._in_custody = False
+        #: Out of memory: what was in flight then, for which this waits before its second try.
+        self._waits_for: list[Point] | None = None
         # User code (an object's own `.to`) sees the context variables of the call.
-        self.context = contextvars.copy_context() if plan.movers else None
+        self.context = contextvars.copy_context() if plan.movers or walking else None
+        #: There is more to move than the plan says so far.
+        self.walking = walking
 
     @property
     def small(self) -> bool:
         plan = self.plan
-        count = len(plan.plain) + len(plan.arrays)
-        return not plan.movers and count <= SMALL_LEAVES and plan.largest <= SLOT_BYTES
+        few = plan.leaves <= SMALL_LEAVES and not plan.movers and self.walking is None
+        return few and plan.largest <= SLOT_BYTES
+
+    def pack(self, sources: Callable[[], list[torch.Tensor]], device: torch.device) -> None:
+        """On a staging thread: see to it that many small leaves on ``device`` are copied together."""
+        if self.plan.leaves > SMALL_LEAVES:
+            self.plan = packed(self.plan, sources(), device, SLOT_BYTES)
 
     def note_callers_stream(self, device: torch.device | None) -> None:
         """On the caller's thread, while there is no engine to ask."""
@@ -64,12 +87,66 @@ class Job:
         return engine.driver.adopt(self._native)
 
     def in_thread(self, engine: Engine | None, work: Callable[[], None]) -> None:
-        """Run ``work`` on a staging thread; what it raises, the operation fails with."""
+        """Run ``work`` on a staging thread, once its bytes may be in flight; what it raises, the operation
+        fails with."""
 
         def job() -> None:
             try:
                 with neutral():
                     work()
+            except BaseException as error:
+                self.break_off(engine, error, work)
+
+        if engine is None:
+            submit = partial(starter().submit, job)
+        else:
+            # Nobody knows how much an object moves that moves itself.
+            nbytes = math.inf if self.plan.movers else self.operation._nbytes
+            submit = partial(engine.staging.submit, job, nbytes)
+        if self._admitted:
+            submit()
+        else:
+            self._admitted = True
+            self.runtime.inflight.admit(self.operation, self.operation._nbytes, submit)
+
+    def break_off(self, engine: Engine | None, error: BaseException, work: Callable[[], None]) -> None:
+        """The submission has met ``error``: the operation fails, or ``work`` is done on a staging thread once
+        memory has come back."""
+        points, self._waits_for = self._waits_for, None
+        if engine is None or points is None:
+            self.fail(engine, error)
+            return
+        bare(error)  # its frames hold what the first try had allocated
+        try:
+            when_back(engine, points, partial(self._again, engine, work))
+        except RuntimeError:  # the interpreter is exiting
+            self.fail(engine, error)
+
+    def _again(self, engine: Engine, work: Callable[[], None]) -> None:
+        try:
+            engine.check()
+            self.in_thread(engine, work)
+        except BaseException as error:
+            self.fail(engine, error)
+
+    def _memory_to_wait_for(self, engine: Engine, error: BaseException) -> list[Point] | None:
+        """What is in flight, if that may help: the first time that memory runs out. The neighbours' transfers
+        and tasks go on meanwhile; if it is in vain, this transfer fails alone. An empty list, too, is
+        worth a second try: what was in flight at the first one may be back by now."""
+        if not self.repeatable or not isinstance(error, torch.OutOfMemoryError):
+            return None
+        self.repeatable = False
+        return in_flight(engine)
+
+    def walk_first(self, engine: Engine | None, walking: Walking[Any], then: Callable[[], None]) -> None:
+        """Find the rest of the data on a staging thread, then go on with ``then``."""
+
+        def job() -> None:
+            try:
+                with neutral():
+                    self.plan = walking.finish()
+                self.operation._nbytes = self.plan.nbytes
+                then()
             except BaseException as error:
                 self.fail(engine, error)
 
@@ -98,15 +175,24 @@ class Job:
         self,
         engine: Engine,
         stream: Stream,
-        finish: Callable[[], Any],
+        finish: Callable[[], Any] | None,
         keep: Any,
         release: Callable[[], None],
+        value: Any = None,
     ) -> Point:
-        """All is submitted: its end on ``stream`` frees its blocks and resolves it with ``finish()``."""
+        """All is submitted: its end on ``stream`` frees its blocks and resolves it with ``finish()``.
+
+        Without ``finish``: with ``value``, which streams that are ordered after the end may use at once.
+        """
         event = engine.driver.record(stream)
-        self.operation.submitted()
-        callback = partial(_landed, engine, self.operation, finish, release)
-        return self.runtime.watch(engine, stream, event, callback, (keep, self))
+        callback = partial(_landed, engine, self.operation, finish or (lambda: value), release)
+        # Watched first: when the loop's thread is faster, it is over before it is marked as submitted.
+        point = self.runtime.watch(engine, stream, event, callback, (keep, self))
+        if finish is None:
+            self.operation.submitted(value, (stream, point))
+        else:
+            self.operation.submitted()
+        return point
 
     @contextlib.contextmanager
     def custody(
@@ -119,14 +205,20 @@ class Job:
             yield
         except BaseException as error:
             blame = engine.blame(error)
+            others = self._memory_to_wait_for(engine, error)
             try:
                 event = engine.driver.record(stream)
             except BaseException:  # nobody can tell any more when the device is done with it
                 engine.leaked.append(keep)
             else:
-                self._in_custody = True
-                callback = partial(_broken_off, engine, self.operation, release, bare(blame))
-                self.runtime.watch(engine, stream, event, callback, keep)
+                if others is not None:
+                    callback = partial(_over, engine, release)
+                else:
+                    self._in_custody = True
+                    callback = partial(_broken_off, engine, self.operation, release, bare(blame))
+                point = self.runtime.watch(engine, stream, event, callback, keep)
+                if others is not None:  # and for what this very try had got
+                    self._waits_for = [*others, point]
             raise
 
     @contextlib.contextmanager
@@ -140,8 +232,10 @@ class Job:
         finally:
             lease.release(lane.tail)
 
-    def land_lane(self, engine: Engine, lane: Lane, finish: Callable[[], Any]) -> None:
-        lane.tail = self.land(engine, lane.stream, finish, lane, lane.give_back)
+    def land_lane(
+        self, engine: Engine, lane: Lane, finish: Callable[[], Any] | None, value: Any = None
+    ) -> None:
+        lane.tail = self.land(engine, lane.stream, finish, lane, lane.give_back, value)
 
 
 def _landed(
@@ -200,10 +294,15 @@ def give_slots(engine: Engine, slots: Sequence[torch.Tensor]) -> None:
         engine.slots.give(slot)
 
 
+def row_in(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The slot's first bytes, as a row of ``like``'s elements."""
+    return slot[: like.nbytes].view(like.dtype)
+
+
 def in_slot(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The slot's first bytes, as a tensor of dense ``like``'s shape, dtype and order."""
-    row = slot[: like.numel() * like.element_size()].view(like.dtype)
-    return row.as_strided(like.shape, like.stride())
+    """The same as a tensor of dense ``like``'s shape and order."""
+    row = row_in(slot, like)
+    return row if like.dim() == 1 else row.as_strided(like.shape, like.stride())
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -229,7 +328,8 @@ def submit_slot_copy(
     engine: Engine, stream: Stream, device_side: torch.Tensor, slot: torch.Tensor, *, up: bool
 ) -> None:
     """One small copy between a slot and a dense device tensor."""
-    host, there = flat(in_slot(slot, device_side)), flat(device_side)
+    host = row_in(slot, device_side)
+    there = device_side if device_side.dim() == 1 else flat(device_side)
     if up:
         engine.driver.copy(there, host, stream)
     else:

@@ -7,6 +7,8 @@ allocated, too: memory of the caller's stream could only be written behind that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,17 +16,24 @@ import torch
 
 from .._engine import Engine
 from .._operation import Operation
-from .._runtime import Runtime
+from .._runtime import Runtime, starter
 from ..drivers.base import Event, Stream
 from .jobs import Job, give_slots, in_slot, submit_slot_copy, take_slots
-from .plan import Plan, neutral
-from .staging import same_order
+from .parts import core, widened
+from .peers import Origins, device_of
+from .plan import Plan, Walking, neutral
+from .staging import Lane, same_order
+from .tree import tensors_of
 
 __all__ = ["Upload", "UploadInto"]
+
+_HOST = torch.device("cpu")
 
 
 class Upload(Job):
     """One ``to_device`` call."""
+
+    repeatable = True
 
     def __init__(
         self,
@@ -33,8 +42,9 @@ class Upload(Job):
         operation: Operation[Any],
         device: torch.device | None,
         dtype: torch.dtype | None,
+        walking: Walking[Any] | None = None,
     ) -> None:
-        super().__init__(runtime, plan, operation)
+        super().__init__(runtime, plan, operation, walking)
         self.device = device
         self.dtype = dtype
 
@@ -42,53 +52,128 @@ class Upload(Job):
         caller = engine.driver.current() if engine is not None else None
         if engine is None:
             self.note_callers_stream(self.device)
-        if engine is not None and caller is not None and self.small:
-            with neutral(), engine.driver.relaxed():
-                try:
+        on_thread = partial(self._run_large, engine, caller)
+        try:
+            self.origins = Origins(self.runtime, self.plan.plain, engine)
+            if engine is not None and caller is not None and self._fits_here(engine):
+                with neutral(), engine.driver.relaxed():
                     if self._start_small(engine, caller):
                         return
-                except BaseException as error:
-                    self.fail(engine, error)
-                    return
-        self.in_thread(engine, partial(self._run_large, engine, caller))
+        except BaseException as error:
+            self.break_off(engine, error, on_thread)
+            return
+        if self.walking is not None:
+            self.walk_first(engine, self.walking, partial(self._start_large, engine, on_thread))
+        else:
+            self._start_large(engine, on_thread)
+
+    def _start_large(self, engine: Engine | None, on_thread: Callable[[], None]) -> None:
+        if self.walking is not None:
+            self.origins.check(self.plan.plain)
+        if self.origins and engine is not None and engine.driver.eager:
+            # Its copies run on threads, which know no streams: they start when there is something to copy.
+            starter().submit(partial(self._start_ready, engine, on_thread))
+        else:
+            self.in_thread(engine, on_thread)
+
+    def _fits_here(self, engine: Engine) -> bool:
+        """May it be submitted on the caller's thread?"""
+        origins = self.origins
+        return self.small and (not origins or (not engine.driver.eager and origins.known_to(engine.device)))
+
+    def _start_ready(self, engine: Engine, on_thread: Callable[[], None]) -> None:
+        def start(error: BaseException | None) -> None:
+            if error is not None:
+                self.operation.fail(error)
+            else:
+                self.in_thread(engine, on_thread)
+
+        try:
+            self.origins.when_ready(start, self)
+        except BaseException as error:
+            self.fail(engine, error)
+
+    def _source(self, engine: Engine, index: int, source: torch.Tensor) -> torch.Tensor:
+        """What to copy. Where kernels do not wait for copies (the CPU), conversions come first."""
+        source = self.plan.gather(index, source)
+        return self.plan.settle(index, source, source) if engine.driver.eager else source
+
+    def _settled(self, engine: Engine, index: int, there: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return there if engine.driver.eager else self.plan.settle(index, there, source)
 
     def _start_small(self, engine: Engine, stream: Stream) -> bool:
-        sources = self.plan.sources()
-        slots = take_slots(engine, sources)
+        sources = [self._source(engine, *each) for each in enumerate(self.plan.sources())]
+        slots = take_slots(engine, [source for source in sources if source not in self.origins])
         if slots is None:
             return False
         release = partial(give_slots, engine, slots)
         with self.custody(engine, stream, (slots, sources), release):
             moved = []
             free = iter(slots)
-            for source in sources:
-                there = torch.empty_like(source, device=engine.device)
-                if source.numel():
+            self.origins.follow(engine.driver, stream)
+            for index, source in enumerate(sources):
+                there = source if self._is_here(engine, source) else room_for(source, engine.device)
+                if source in self.origins:
+                    self._copy_across(engine, stream, there, source)
+                elif source.numel():
                     slot = next(free)
                     in_slot(slot, there).copy_(source)
                     submit_slot_copy(engine, stream, there, slot, up=True)
-                moved.append(there if self.dtype is None else there.to(self.dtype))
-            finish = partial(self._finish, engine, moved, [], {stream.raw})
-            self.land(engine, stream, finish, (slots, sources), release)
+                moved.append(self._settled(engine, index, there, source))
+            finish, value = self._result(engine, moved, [], {stream.raw})
+            self.land(engine, stream, finish, (slots, sources), release, value)
         return True
 
     def _run_large(self, known: Engine | None, caller: Stream | None) -> None:
         engine = known or self.runtime.engine_blocking(self.device)
         caller = caller or self.callers_stream(engine)
-        with self.lane(engine, engine.uploads) as lane:
+        # One that waits for a source on another device may hold others up: not among the uploads' streams.
+        pool = engine.downloads if self.origins else engine.uploads
+        with self.lane(engine, pool) as lane, ExitStack() as outside:
+            outside.callback(lambda: self.origins.leave(engine.device, lane.tail))
             moved_movers = self._move_movers(engine, caller)
-            moved = []
-            with engine.driver.on(lane.stream):
-                for source in self.plan.sources():
-                    there = torch.empty_like(source, device=engine.device)
-                    lane.upload(there, source)
-                    moved.append(there if self.dtype is None else there.to(self.dtype))
-            for tensor in moved:
+            moved: list[torch.Tensor] = []
+            there_already: list[int] = []
+            self.pack(self.plan.sources, _HOST)
+            # Streams are swapped like brackets: those of the origins inside of the lane's.
+            with engine.driver.on(lane.stream), ExitStack() as inside:
+                for index, source in enumerate(self.plan.sources()):
+                    source = self._source(engine, index, source)
+                    if source in self.origins and not engine.driver.eager:
+                        there_already.append(index)
+                        moved.append(source)
+                        continue
+                    real = source if engine.driver.eager else core(source)
+                    there = room_for(real, engine.device)
+                    lane.upload(there, real)
+                    moved.append(self._settled(engine, index, there, source))
+                if there_already:
+                    # Last: until now this thread may have waited for chunks, and so for this stream.
+                    self.origins.enter(engine, lane.stream, inside)
+                    for index in there_already:
+                        moved[index] = self._moved_across(engine, lane, index, moved[index])
+                if moved_movers:
+                    engine.driver.order(lane.stream, caller)
+                homes = {caller.raw, lane.stream.raw}
+                finish, value = self._result(engine, moved, moved_movers, homes)
+            for tensor in self.operation._moved:
                 engine.driver.keep(tensor, caller)
-            if moved_movers:
-                engine.driver.order(lane.stream, caller)
-            homes = {caller.raw, lane.stream.raw}
-            self.land_lane(engine, lane, partial(self._finish, engine, moved, moved_movers, homes))
+            self.land_lane(engine, lane, finish, value)
+
+    @staticmethod
+    def _is_here(engine: Engine, source: torch.Tensor) -> bool:
+        """It is on the target, and to be converted there."""
+        return engine.device.type != "cpu" and device_of(source) == engine.device
+
+    def _copy_across(self, engine: Engine, stream: Stream, there: torch.Tensor, source: torch.Tensor) -> None:
+        if there is not source and source.numel():
+            engine.driver.copy(there, source, stream)
+
+    def _moved_across(self, engine: Engine, lane: Lane, index: int, source: torch.Tensor) -> torch.Tensor:
+        there = source if self._is_here(engine, source) else room_for(source, engine.device)
+        lane.held += (there, source)
+        self._copy_across(engine, lane.stream, there, source)
+        return self._settled(engine, index, there, source)
 
     def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:
         # On the caller's stream: what such an object allocates, nobody can find to mark it as used there.
@@ -96,16 +181,36 @@ class Upload(Job):
         with engine.driver.on(caller):
             return self.move_movers(lambda mover: mover.to(engine.device, **options))
 
-    def _finish(
+    def _result(
+        self, engine: Engine, moved: list[torch.Tensor], moved_movers: list[Any], homes: set[Any]
+    ) -> tuple[Callable[[], Any] | None, Any]:
+        """For :meth:`land`: the result, or what makes it once the copies have landed, where nothing that is
+        computed would wait for them."""
+        if not engine.driver.eager:
+            return None, self._value(engine, moved, moved_movers, homes)
+
+        def make() -> Any:
+            with neutral():
+                return self._value(engine, moved, moved_movers, homes)
+
+        return make, None
+
+    def _value(
         self, engine: Engine, moved: list[torch.Tensor], moved_movers: list[Any], homes: set[Any]
     ) -> Any:
+        """The result, around memory that the device has yet to fill. What a subclass of users' computes when
+        it is put together is computed behind the copies: the current stream is theirs."""
+        value = self.plan.rebuild(moved, moved_movers)
+        if self.plan.wraps:  # and what it has computed is new memory, too
+            moved = [*moved, *(t for t in tensors_of(value) if t.device == engine.device)]
         self.operation.moved(engine.driver, moved, homes)
-        with neutral():
-            return self.plan.rebuild(moved, moved_movers)
+        return value
 
 
 class UploadInto(Job):
     """One ``copy_`` of a host tensor into ``dst`` on a device, after what the caller's stream holds."""
+
+    repeatable = True
 
     def __init__(
         self, runtime: Runtime, plan: Plan[Any], operation: Operation[Any], dst: torch.Tensor
@@ -126,13 +231,15 @@ class UploadInto(Job):
                         return
             ready = engine.driver.record(caller)
         except BaseException as error:
-            self.fail(engine, error)
+            self.break_off(engine, error, partial(self._start_behind, engine, caller))
             return
         self._start_large(engine, caller, ready)
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self.dst.device)
-        caller = self.callers_stream(engine)
+        self._start_behind(engine, self.callers_stream(engine))
+
+    def _start_behind(self, engine: Engine, caller: Stream) -> None:
         self._start_large(engine, caller, engine.driver.record(caller))
 
     def _start_large(self, engine: Engine, caller: Stream, ready: Event) -> None:
@@ -149,11 +256,15 @@ class UploadInto(Job):
         """Where the bytes go first: ``dst`` itself if it takes them as they are, else new memory."""
         if same_order(self.dst, source):
             return self.dst
-        return torch.empty_like(source, device=self.dst.device)
+        return room_for(source, self.dst.device)
 
-    def _settle(self, landing: torch.Tensor) -> None:
+    def _settle(self, engine: Engine, stream: Stream, landing: torch.Tensor) -> None:
         """On the device: into ``dst``'s shape, strides and dtype."""
-        if landing is not self.dst:
+        if landing is self.dst:
+            return
+        if engine.driver.eager:  # a kernel would not wait for the copy
+            engine.driver.copy(self.dst, landing, stream)
+        else:
             with torch.inference_mode(self.dst.is_inference()), torch.no_grad():
                 self.dst.copy_(landing)
 
@@ -169,8 +280,8 @@ class UploadInto(Job):
             for slot in slots:
                 in_slot(slot, landing).copy_(source)
                 submit_slot_copy(engine, stream, landing, slot, up=True)
-            self._settle(landing)
-            self.land(engine, stream, lambda: self.dst, (keep, landing), release)
+            self._settle(engine, stream, landing)
+            self.land(engine, stream, None, (keep, landing), release, self.dst)
         return True
 
     def _run_large(self, engine: Engine) -> None:
@@ -178,7 +289,15 @@ class UploadInto(Job):
         with self.lane(engine, engine.uploads) as lane:
             lane.held.append(self.dst)
             with engine.driver.on(lane.stream):
-                landing = self._landing(source)
-                lane.upload(landing, source)
-                self._settle(landing)
-            self.land_lane(engine, lane, lambda: self.dst)
+                real = core(source)
+                landing = self._landing(real)
+                lane.upload(landing, real)
+                if landing is not self.dst:
+                    landing = widened(landing, source)
+                self._settle(engine, lane.stream, landing)
+            self.land_lane(engine, lane, None, self.dst)
+
+
+def room_for(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory on the device for a copy of ``source``, dense, in its order."""
+    return torch.empty_like(source, device=device)

@@ -113,3 +113,94 @@ print("ALL RIGHT")
 def test_work_on_the_second_gpu_never_touches_the_first(cycles: float) -> None:
     """C55: no memory, no context there; every thread of ours works on the task's device."""
     succeeds(program(OTHER_ONLY, cycles=cycles, limit=50.0))
+
+
+# -- copies between them -----------------------------------------------------------------------------
+
+SIZES = [4, 4096, 64 << 10, MIB, 48 * MIB + 3]
+
+
+def _source(size: int, layout: str) -> torch.Tensor:
+    """Zeros on cuda:0, of ``size`` bytes or about that."""
+    if layout == "dense":
+        return torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+    rows = torch.zeros(max(1, size // 64) + 1, 128, dtype=torch.uint8, device="cuda:0")
+    return rows[1:, ::2].t()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+@pytest.mark.parametrize("home", ["cuda:0", "cuda:1", None])
+def test_a_copy_to_the_other_device_is_behind_the_source_and_complete(
+    run_asyncio: Loop, slow: Slow, size: int, layout: str, home: str | None
+) -> None:
+    """C10: slow work on the source's stream; in a task on either device, and in none."""
+
+    async def main() -> None:
+        for value in range(1, 6):
+            x = _source(size, layout)
+            with torch.cuda.device(0):
+                slow(20)
+                x.fill_(value)
+            z = await aiogpu.to_device(x, "cuda:1")
+            assert z.device == torch.device("cuda", 1)
+            assert z.shape == x.shape
+            with torch.cuda.device(0):
+                x.fill_(255)  # allowed, now
+            filled((z + 0).cpu(), value, f"repeat {value}")
+
+    run_asyncio(aiogpu.task(device=home)(main) if home else main)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+def test_a_copy_in_place_to_the_other_device_is_behind_both(
+    run_asyncio: Loop, slow: Slow, size: int, layout: str
+) -> None:
+    @aiogpu.task(device="cuda:1")
+    async def main() -> None:
+        for value in range(1, 6):
+            x = _source(size, layout)
+            y = torch.zeros(x.shape, dtype=torch.float32, device="cuda:1")
+            slow(20)
+            y.fill_(-1.0)
+            with torch.cuda.device(0):
+                slow(20)
+                x.fill_(value)
+            assert await aiogpu.copy_(y, x) is y
+            filled((y + 0).cpu().to(torch.uint8), value, f"repeat {value}")
+
+    run_asyncio(main)
+
+
+def test_ordered_is_enough_for_the_stream_of_the_other_device(run_asyncio: Loop, slow: Slow) -> None:
+    @aiogpu.task(device="cuda:1")
+    async def main() -> None:
+        for size in SIZES:
+            for value in range(1, 4):
+                x = torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+                with torch.cuda.device(0):
+                    slow(20)
+                    x.fill_(value)
+                operation = aiogpu.to_device(x, "cuda:1")
+                y = await operation.ordered() + 1
+                filled(await aiogpu.to_host(y), value + 1, f"{size} bytes, repeat {value}")
+                await operation
+
+    run_asyncio(main)
+
+
+def test_memory_of_both_sides_is_not_reused_while_the_copy_runs(run_asyncio: Loop, slow: Slow) -> None:
+    async def main() -> None:
+        for value in range(1, 6):
+            x = torch.full((MIB,), value, dtype=torch.uint8, device="cuda:0")
+            with torch.cuda.device(0):
+                slow()
+            operation = aiogpu.to_device(x, "cuda:1")
+            await tick()
+            del x
+            junk = [torch.full((MIB,), 238, dtype=torch.uint8, device=f"cuda:{n % 2}") for n in range(40)]
+            filled((await operation).cpu(), value, f"repeat {value}")
+            del junk
+
+    run_asyncio(main)

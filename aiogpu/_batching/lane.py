@@ -1,0 +1,123 @@
+"""Where a batch is computed: the one thread, or the coroutine, that calls the user's function.
+
+Law of this file: a synchronous function is called in one and the same thread for the lane's lifetime, one
+call after the other, and its work on the device is done in that order, too, whatever streams the batches
+are on. So models that are compiled, captured, or keep state (a cache, buffers) need nothing more. An
+asynchronous function orders its own work: it may be running several times at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._engine import Engine
+from .._errors import bare, fresh
+from .._run_sync import run_on
+from .._workers import WorkerPool
+from ..drivers.base import Event
+
+__all__ = ["Lane", "UserError", "reported", "without_grad"]
+
+
+class UserError(Exception):
+    """Carries what a user's function raised, ready to be handed out, from where it was caught."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def reported(error: Exception, where: str) -> BaseException:
+    """``error`` for those who did not call the function that raised it: where it was raised as a note.
+
+    The frames themselves would keep the batch's tensors alive for as long as anybody has the exception.
+    A copy: a function may raise one object again and again, which would collect the notes.
+    """
+    lines = "".join(traceback.format_exception(error))
+    twin = bare(fresh(error))
+    twin.__cause__ = None  # in the note
+    if twin is not error:
+        twin.add_note(f"Raised in {where}:\n{lines.rstrip()}")
+    return twin
+
+
+@contextmanager
+def without_grad() -> Iterator[None]:
+    """Torch's modes for all that is done for a batch, by us and by users' functions.
+
+    Not inference mode: its tensors are not for everybody. It may be on: a caller outside of tasks that awaits
+    within it leaves it on for the whole thread meanwhile.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Lane:
+    """Calls ``fn``, sync or async, with one batch after the other."""
+
+    def __init__(self, fn: Callable[[Any], Any], engine: Engine, name: str) -> None:
+        self.fn = fn
+        self.engine = engine
+        self.where = f"the batch function of {name}"
+        self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+            getattr(fn, "__call__", None)  # noqa: B004 - the method is looked at, not whether there is one
+        )
+        self.closed = False
+        self._threads = WorkerPool(f"batch-{name}", 1, engine.driver.enter_thread)
+        #: The end of the last call's work on the device; touched by the lane's thread only.
+        self._last: Event | None = None
+
+    async def call(self, batch: Any, wanted: Callable[[], bool]) -> Any:
+        """``fn(batch)``, on the current task's stream. Raises ``UserError`` for what ``fn`` raises.
+
+        When its turn has come and it is not ``wanted()`` any more, it is not computed.
+        """
+        if self.is_async:
+            try:
+                with without_grad():
+                    return await self.fn(batch)
+            except Exception as error:
+                raise UserError(reported(error, self.where)) from None
+        output = await run_on(self._threads, self._call, batch, wanted)
+        if isinstance(output, UserError):
+            raise output
+        if inspect.isawaitable(output):
+            if inspect.iscoroutine(output):
+                output.close()
+            raise TypeError("the batch function returned a coroutine: pass the `async def` function itself")
+        return output
+
+    def _call(self, batch: Any, wanted: Callable[[], bool]) -> Any:
+        """In the lane's thread."""
+        if self.closed or not wanted():
+            return UserError(RuntimeError("nobody waits for this batch any more"))
+        if not self.engine.driver.eager:
+            self._after_last()
+        try:
+            with without_grad():
+                return self.fn(batch)
+        except Exception as error:
+            return UserError(reported(error, self.where))
+        finally:
+            del batch
+            if not self.engine.driver.eager:
+                self._last = self.engine.driver.record(self.engine.driver.current())
+
+    def _after_last(self) -> None:
+        """Order this batch's work behind the last one's, which may be on another stream."""
+        driver = self.engine.driver
+        last, self._last = self._last, None
+        if last is not None:
+            driver.wait(driver.current(), last)
+            driver.recycle(last)
+
+    def close(self) -> None:
+        """No more calls; the thread ends when it has returned from the one that it is in."""
+        self.closed = True
+        self._threads.close(0.0)

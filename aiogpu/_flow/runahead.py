@@ -1,0 +1,73 @@
+"""How far the host may run ahead of a device.
+
+Law of this file: the host never gets so far ahead that a launch blocks (a stream takes about 1020 of
+them, the next one stops its thread), and memory stays bounded. An event marks the end of each step's work,
+and an old one is awaited before the next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import anyio
+
+from .._engine import Engine
+from .._errors import fresh
+from .._runtime import current_runtime
+from .._tasks import current_task
+
+__all__ = ["RunAhead"]
+
+
+class _Mark:
+    """The end of one step's work."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.error: BaseException | None = None
+        self.reached: anyio.Event | None = None
+        driver = engine.driver
+        stream = driver.current()
+        try:
+            event = driver.record(stream)
+        except Exception as error:
+            raise engine.blame(error) from error.__cause__
+        self.point = current_runtime().watch(engine, stream, event, self._done)
+
+    def _done(self, error: BaseException | None) -> None:
+        self.error = error
+        if self.reached is not None:
+            self.reached.set()
+
+    async def wait(self) -> None:
+        if not self.point.done:
+            if self.reached is None:
+                self.reached = anyio.Event()
+            await self.reached.wait()
+
+
+class RunAhead:
+    """At most ``limit`` steps' work is unfinished on the device when :meth:`room` returns."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._marks: deque[_Mark] = deque()
+
+    def mark(self, engine: Engine | None = None) -> None:
+        """A step ends here: what the current stream holds now. ``engine``: default, the task's."""
+        if engine is None:
+            task = current_task()
+            engine = task.engine if task is not None else None
+        # Without a task and without a device nobody says that there is GPU work, and an event on the
+        # default stream would be a barrier over all compute streams.
+        if engine is not None and not engine.driver.eager and not engine.driver.capturing():
+            self._marks.append(_Mark(engine))
+
+    async def room(self) -> None:
+        """Wait until another step's work may be submitted. No checkpoint when it may."""
+        while len(self._marks) > self._limit:
+            oldest = self._marks[0]
+            await oldest.wait()
+            if self._marks and self._marks[0] is oldest:
+                self._marks.popleft()
+            if oldest.error is not None:
+                raise fresh(oldest.error)
