@@ -34,6 +34,7 @@ A map of the house, from the front door down; calls go down, completions come up
     _torchstate              torch's thread-local modes, made task-local
     drivers/                 the contract with a device; CUDA and CPU
     _emit                    what observers are told
+    _stepwise                a coroutine, step by step
     _settings                reading arguments and environment variables
     _errors                  what can go wrong, whose fault, what to do
 

@@ -142,7 +142,9 @@ class SendChannel(_End, ObjectSendStream[T_contra]):
     async def send(self, item: T_contra) -> None:
         """Send ``item`` as of the current streams now; waits while the channel is full, not for the device.
 
-        Cancelled while it waits, it has not sent anything. Raises ``CaptureError`` inside a graph capture.
+        Cancelled by a scope while it waits, it has not sent anything. (asyncio's own ``Task.cancel``, and so
+        ``asyncio.timeout``, may come in the tick after the item was taken: with anyio's streams that is
+        not undone. ``anyio.fail_after`` is safe.) Raises ``CaptureError`` inside a graph capture.
         """
         await self._inner.send(self._shared.pack(item))
 
@@ -171,7 +173,9 @@ class ReceiveChannel(_End, ObjectReceiveStream[T_co]):
     async def receive(self) -> T_co:
         """The next item; the current streams are ordered after its sender, and keep its memory.
 
-        Cancelled while it waits, it has taken nothing. Raises ``CaptureError`` inside a graph capture.
+        Cancelled by a scope while it waits, it has taken nothing. (asyncio's own ``Task.cancel``, and so
+        ``asyncio.timeout``, may come in the tick after an item was handed over: with anyio's streams that
+        item is lost. ``anyio.fail_after`` is safe.) Raises ``CaptureError`` inside a graph capture.
         """
         shared = self._shared
         shared.check()

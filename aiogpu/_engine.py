@@ -86,6 +86,8 @@ class Engine:
         # A download waits for its producer on its copy stream: more streams, fewer that wait behind
         # a producer that is not theirs.
         self.downloads = StreamPool(driver, "copy", 12)
+        # For downloads through chunks a thread waits, with chunks in hand: no producer is on their streams.
+        self.chunked = StreamPool(driver, "copy", 4)
         # Streams that wait for users' events.
         self.sides = StreamPool(driver, "copy", 8)
         self.results = Budget(settings.pinned_bytes, driver.empty_result_cache)
@@ -104,7 +106,7 @@ class Engine:
 
         Opening a stream takes 10 µs, but now and then the driver makes it wait for the device to be idle.
         """
-        for pool in (self.compute, self.uploads, self.downloads, self.sides):
+        for pool in (self.compute, self.uploads, self.downloads, self.chunked, self.sides):
             pool.open()
         self.compute.open(-1)
         self.slots.reserve(_SLOTS)
@@ -240,6 +242,13 @@ def _make_driver(device: torch.device, settings: EngineSettings) -> Driver:
                 "not survive a fork. Start it with multiprocessing's 'spawn' or 'forkserver' method, "
                 "or fork before the first use of the GPU."
             )
+        if not torch.cuda.is_available():
+            built = "sees none" if torch.backends.cuda.is_built() else "was built without CUDA"
+            raise ValueError(
+                f"there is no CUDA device here for {device}: this torch ({torch.__version__}) {built}. Leave "
+                "the device out, or write 'cpu': the same program runs there. `python -m aiogpu doctor` "
+                "tells more"
+            )
         from .drivers.cuda import CudaDriver
 
         if not torch.cuda.is_initialized():
@@ -280,9 +289,8 @@ def normalize(device: torch.device | str | int) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise type(error)(
-            f"{device!r} is not a device: write 'cuda', 'cuda:0', 'cpu' or a torch.device"
-        ) from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{device!r} is not a device: write 'cuda', 'cuda:0', 'cpu' or a torch.device") from None
     if found.type == "cuda" and found.index is None:
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         found = torch.device("cuda", index)

@@ -164,6 +164,8 @@ class Limiter:
             "come back when the device is done: `async with limiter.slot(): await aiogpu.run_sync(...)`"
         )
 
+    acquire_on_behalf_of_nowait = acquire_on_behalf_of  # asked for first
+
     # -- the books ---------------------------------------------------------------------------------
 
     def _fits(self, nbytes: int) -> bool:

@@ -28,6 +28,10 @@ class DoorClosed(RuntimeError):
     """The event loop is gone."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Door(abc.ABC):
     """What one event loop can do for aiogpu."""
 
@@ -63,8 +67,14 @@ class Door(abc.ABC):
         """Call ``fn`` on the loop's thread; from any thread. Raises :class:`DoorClosed`."""
 
     @abc.abstractmethod
-    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+    def spawn(
+        self,
+        fn: Callable[[], Coroutine[Any, Any, None]],
+        context: Context,
+        over: Callable[[], object] = _nothing,
+    ) -> Callable[[], object]:
         """Run ``fn``, which raises nothing but a cancellation, as a task of the loop's own. Loop thread only.
+        ``over`` is called at its end, also when it was cancelled before it began. Returns what cancels it.
         Raises ``RuntimeError`` when the loop takes none any more."""
 
     @abc.abstractmethod
@@ -112,10 +122,17 @@ class AsyncioDoor(Door):
         except RuntimeError as error:
             raise DoorClosed from error
 
-    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+    def spawn(
+        self,
+        fn: Callable[[], Coroutine[Any, Any, None]],
+        context: Context,
+        over: Callable[[], object] = _nothing,
+    ) -> Callable[[], object]:
         task = self.token.create_task(fn(), context=context)
         self._spawned.add(task)
-        task.add_done_callback(self._spawned.discard)
+        task.add_done_callback(self._spawned.discard, context=self.context)
+        task.add_done_callback(lambda _: over(), context=self.context)
+        return task.cancel
 
     async def checkpoint(self) -> None:
         await asyncio.sleep(0)
@@ -245,8 +262,23 @@ class TrioDoor(Door):
         except self._trio.RunFinishedError as error:
             raise DoorClosed from error
 
-    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
-        self._trio.lowlevel.spawn_system_task(fn, name="aiogpu cleanup", context=context)
+    def spawn(
+        self,
+        fn: Callable[[], Coroutine[Any, Any, None]],
+        context: Context,
+        over: Callable[[], object] = _nothing,
+    ) -> Callable[[], object]:
+        scope = self._trio.CancelScope()
+
+        async def run() -> None:
+            try:
+                with scope:
+                    await fn()
+            finally:
+                over()
+
+        self._trio.lowlevel.spawn_system_task(run, name="aiogpu", context=context)
+        return scope.cancel
 
     async def checkpoint(self) -> None:
         await self._trio.lowlevel.checkpoint()

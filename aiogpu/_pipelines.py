@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import anyio
 import torch
 
 from ._engine import normalize
-from ._flow.outlet import Crew, Outlet
+from ._flow.outlet import Outlet
 from ._flow.recipes import Recipe, named, whole
 from ._flow.reorder import ReorderBuffer
 from ._flow.runahead import RunAhead
@@ -87,7 +87,7 @@ class Results(Outlet[T]):
         members: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(self._source.run, self._sourced)]
         members += [stage.run for stage in self._stages]
         ahead = RunAhead(RUN_AHEAD) if recipes and recipes[-1].hands_over else None
-        super().__init__(inbox, Crew(members), ahead, _consumer)
+        super().__init__(inbox, members, ahead, _consumer)
 
     def _blame(self, error: BaseException, index: int) -> BaseException:
         where = f"pipeline stage 0, {self._source.name} declared at {self._site}"
@@ -369,11 +369,14 @@ class pipeline(Generic[T]):
 
     # -- running -----------------------------------------------------------------------------------
 
+    def __aiter__(self) -> NoReturn:
+        raise TypeError("enter it first: `async with pipeline as results:`, `async for item in results:`")
+
     async def __aenter__(self) -> Results[T]:
         if self._running is not None:
             raise RuntimeError("this pipeline is running already: leave its block first, or make another one")
         results: Results[T] = Results(self._source, self._recipes, self._buffer, self._site)
-        await results._crew.start()
+        results._crew.start()
         self._running = results
         return results
 
@@ -385,9 +388,7 @@ class pipeline(Generic[T]):
     ) -> None:
         results, self._running = self._running, None
         assert results is not None
-        results._crew.dismiss()
-        results._ended = results._ended or perf_counter()
-        await results._crew.join()
+        await results.leave()
 
 
 def _consumer() -> Any:

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 
 from ._engine import Engine, find_engine, normalize
-from ._flow.outlet import Crew, Outlet
+from ._flow.outlet import Outlet
 from ._flow.recipes import Recipe, named, whole
 from ._flow.reorder import ReorderBuffer
 from ._flow.runahead import RunAhead
@@ -73,7 +73,7 @@ class Batches(Outlet[T]):
             stage = Each(recipe, buffer, on_take=grant if recipe is recipes[-1] else None)
             members.append(stage.run)
             buffer = stage.outbox
-        super().__init__(buffer, Crew(members), RunAhead(settings._run_ahead), partial(_engine, device))
+        super().__init__(buffer, members, RunAhead(settings._run_ahead), partial(_engine, device))
 
     def stats(self) -> PrefetchStats:
         """Counters, up to now."""
@@ -81,7 +81,7 @@ class Batches(Outlet[T]):
         return PrefetchStats(
             batches=self._handed_out,
             ready=ready,
-            begun=self._source.begun - self._handed_out - ready,
+            begun=0 if self._crew.over else self._source.begun - self._handed_out - ready,
             depth=self._depth,
             source_seconds=self._source.busy,
             held_back_seconds=self._source.held_back,
@@ -109,6 +109,12 @@ class Batches(Outlet[T]):
         return self._last.state
 
 
+_ENTER = (
+    "a prefetch() is entered before it is iterated, so that leaving ends what it has begun: "
+    "`async with aiogpu.prefetch(source) as batches:`, then `async for batch in batches:`"
+)
+
+
 class prefetch(Generic[T]):
     """Load, transform and upload the next batches while this one is used.
 
@@ -122,9 +128,10 @@ class prefetch(Generic[T]):
     ----------
     source:
         Any sync or async iterable: a ``DataLoader``, a generator, a webdataset, an SPDL pipeline, another
-        ``prefetch``. A sync one lives in one thread of its own, where all its ``next`` calls and its
-        ``close`` are made; an async one in one task. What wants to be entered (``with``, ``async with``;
-        SPDL's ``auto_stop``) is entered there, unless it is an iterator, which its owner has opened.
+        ``prefetch``. A sync one, or one of both kinds, lives in one thread of its own, where all its
+        ``next`` calls and its ``close`` are made; an async one in one task. What wants to be entered
+        (``with``, ``async with``; SPDL's ``auto_stop``) is entered there, unless it is an iterator, which
+        its owner has opened.
     depth:
         How many batches may exist beside the one that the consumer has; 1 or more. A batch counts from
         the moment before the source's ``next`` until it is handed over. While it is uploaded it takes
@@ -151,8 +158,8 @@ class prefetch(Generic[T]):
 
     Every batch comes exactly once, the last included. What the source or the transform raises is raised by
     ``async for`` in that batch's place, and ends the iteration; a note on it names the batch. Leaving the
-    block, however, closes the source; a call of its ``next``, or a transform, that is running is waited
-    for, at most the runtime's ``grace``, then named in a warning.
+    block, however, closes the source and lets go of what was made ahead; a call of its ``next``, or a
+    transform, that is running is waited for, at most the runtime's ``grace``, then named in a warning.
 
     Raises
     ------
@@ -236,11 +243,14 @@ class prefetch(Generic[T]):
             self._recipes.append(_upload(self._device, min(2, self._depth), ordered))
         self._running: Batches[T] | None = None
 
+    def __aiter__(self) -> NoReturn:
+        raise TypeError(_ENTER)
+
     async def __aenter__(self) -> Batches[T]:
         if self._running is not None:
             raise RuntimeError("this prefetch() is running already: make another one for another block")
         batches: Batches[T] = Batches(self, self._source, self._recipes)
-        await batches._crew.start()
+        batches._crew.start()
         self._running = batches
         return batches
 
@@ -252,8 +262,7 @@ class prefetch(Generic[T]):
     ) -> None:
         batches, self._running = self._running, None
         assert batches is not None
-        batches._crew.dismiss()
-        await batches._crew.join()
+        await batches.leave()
 
 
 def _blame_source(error: BaseException, index: int) -> BaseException:

@@ -8,12 +8,14 @@ it returns.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
+import anyio.lowlevel
 
 from . import _torchstate
 from ._engine import Engine
@@ -32,6 +34,11 @@ Arguments = TypeVarTuple("Arguments")
 class _Call:
     """One call on its way through a worker thread."""
 
+    __slots__ = (
+        "args", "context", "engine", "error", "everywhere", "fn", "landed", "leases", "modes", "result",
+        "returned", "settle", "stream",
+    )  # fmt: skip
+
     def __init__(self, engine: Engine, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.engine = engine
         self.fn: Callable[..., Any] | None = fn
@@ -49,21 +56,25 @@ class _Call:
         self.landed = False  # set on the loop's thread
         self.settle: Callable[[BaseException | None], None] | None = None
 
-    def run(self, returned: Callable[[Any], None]) -> None:
+    def run(self, returned: Callable[[Any], None], tell: Callable[[], None]) -> None:
         """In the worker thread. Raises nothing: every outcome belongs to the waiter."""
         driver = self.engine.driver
         try:
-            with driver.on_all(self.everywhere), self.modes.applied():
-                assert self.fn is not None
-                self.result = self.context.run(self.fn, *self.args)
+            with driver.on_all(self.everywhere):
+                before = self.modes.put()
+                try:
+                    assert self.fn is not None
+                    self.result = self.context.run(self.fn, *self.args)
+                finally:
+                    _torchstate.scrub(before)
         except BaseException as error:
             self.error = error
         finally:
             keep = (self.fn, self.args)
             self.fn, self.args = None, ()
-            _torchstate.scrub()
             returned(keep)
-            del keep  # this frame is in the traceback of what fn raised
+            del keep  # before the waiter goes on; and this frame is in the traceback of what fn raised
+            tell()
 
     def outcome(self) -> Any:
         try:
@@ -104,13 +115,21 @@ async def run_sync(
     """
     if not callable(fn):
         raise TypeError(f"run_sync() takes a function and its arguments, not a {type(fn).__name__}")
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(f"run_sync() runs blocking functions; {fn.__qualname__} is an `async def`: await it")
     runtime = current_runtime()
     task = current_task()
     engine = task.engine if task is not None else await runtime.engine(None)
     engine.check()
     limiter = limiter or runtime.limiter
     borrower = object()
-    await limiter.acquire_on_behalf_of(borrower)
+    # Not at once acquire_on_behalf_of(): it makes a turn of the loop also where there is room, and the
+    # call waits for its thread in any case.
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    try:
+        limiter.acquire_on_behalf_of_nowait(borrower)
+    except anyio.WouldBlock:
+        await limiter.acquire_on_behalf_of(borrower)
     # From here to the hand-over nothing awaits: a cancellation cannot lose the token in between.
     call = _Call(engine, fn, args)
     del fn, args
@@ -160,13 +179,15 @@ async def _carry_out(
     def returned(keep: Any) -> None:
         call.returned = True
         _return_lease(runtime, call, keep)
+
+    def tell() -> None:
         try:
             door.post(on_loop)
         except DoorClosed:
             pass
 
     try:
-        workers.submit(partial(call.run, returned))
+        workers.submit(partial(call.run, returned, tell))
     except BaseException:
         release()
         raise
@@ -199,13 +220,19 @@ def _return_lease(runtime: Runtime, call: _Call, keep: Any) -> None:
 
 
 async def _wait(door: Door, call: _Call, abandon: bool) -> None:
-    """Wait until the function has returned; raise a cancellation, if one came, only then.
+    """Wait until the function has returned; raise a cancellation, if one came, only then, or, to ``abandon``
+    the function, at once.
 
     The shield keeps anyio's and trio's level cancellation out; the loop outlasts asyncio's native
     ``Task.cancel``, from which no scope can shield, and which cancels the very future that we wait for.
     """
+    if abandon:
+        waiter = door.waiter()
+        call.settle = door.settler(waiter)
+        await door.park(waiter)
+        return
     cancellation: BaseException | None = None
-    scope = anyio.CancelScope(shield=not abandon)
+    scope = anyio.CancelScope(shield=True)
     scope.__enter__()
     try:
         while not call.landed:
@@ -213,13 +240,13 @@ async def _wait(door: Door, call: _Call, abandon: bool) -> None:
             call.settle = door.settler(waiter)
             try:
                 await door.park(waiter)
+            except GeneratorExit:
+                # A coroutine that is being closed cannot wait: the function is abandoned. Nor can it leave
+                # a scope, which only the task that entered it may do; the scope goes down with its task.
+                raise
             except BaseException as error:
-                if abandon or isinstance(error, GeneratorExit):
-                    raise
                 cancellation = error
     except GeneratorExit:
-        # A coroutine that is being closed cannot wait: the function is abandoned. Nor can it leave a
-        # scope, which may be done in the task that entered it only; the scope goes down with its task.
         raise
     except BaseException as error:
         if scope.__exit__(type(error), error, error.__traceback__):

@@ -284,6 +284,7 @@ class Runtime:
         """The engine of ``device``, made if need be. Worker threads only."""
         engine = make_engine(device or self._device or _engine.default_device(), self.settings)
         engine.check()
+        engine.driver.enter_thread()  # a starter thread belongs to none, and goes on with this one's work
         return engine
 
     async def engine(self, device: torch.device | None) -> Engine:

@@ -165,7 +165,11 @@ class Task:
             self.engine.leaked.append(keep)
             self.lease.release(None)
             raise self.engine.blame(error) from None
-        point = self.runtime.watch(self.engine, stream, event, None, keep, waiter)
+        if waiter is None and self.driver.eager and self._is_done(event):
+            point = Point(self.engine, event, None, keep)
+            point.finish(None)  # a turn of the loop, and of the reactor, less
+        else:
+            point = self.runtime.watch(self.engine, stream, event, None, keep, waiter)
         self.end = point
         parent = self.parent = self.living_parent()
         try:
@@ -173,6 +177,12 @@ class Task:
         finally:
             self.lease.release(point)
         return point
+
+    def _is_done(self, event: Event) -> bool:
+        try:
+            return self.driver.query(event)
+        except Exception:
+            return False  # the reactor shall meet it
 
     def yielded(
         self, tensors: list[torch.Tensor], waiter: Any = None, *, consumer: Task | None = None
@@ -218,7 +228,7 @@ class Task:
         reads what was in them. Modules are not walked: their parameters live as long as they do."""
         values = [x for x in (*args, *kwargs.values()) if not isinstance(x, LeftOpen)]
         boxes = [x for x in values if isinstance(x, list | dict | set)]
-        self.keep = (fn, values, list(tensors_of(boxes)))
+        self.keep = (fn, values, list(tensors_of(boxes)) if boxes else [])
 
     def living_parent(self) -> Task | None:
         """The nearest ancestor that has not ended. Ended ones are let go of: a task that starts its own

@@ -158,7 +158,8 @@ class TensorStream(AsyncIterator[tuple[str, torch.Tensor]]):
         return found
 
     async def aclose(self) -> None:
-        """End it: nothing more is read. What is in flight runs out by itself."""
+        """End it: nothing more is read. What is in flight runs out by itself. From any task of the loop: to
+        one that is waiting for the next tensor, it is the end of the iteration."""
         self._close()
 
     async def __aenter__(self) -> Self:
@@ -176,9 +177,11 @@ class TensorStream(AsyncIterator[tuple[str, torch.Tensor]]):
         if self._closed:
             return None
         if self._find is not None:
-            self._to_come = await run_sync(self._found, abandon_on_cancel=True)
-            self._find = None
-            self._all_bytes = sum(group.nbytes for group in self._to_come)
+            found = await run_sync(self._found, abandon_on_cancel=True)
+            if self._closed:  # by another task, as it may be after each wait
+                return None
+            self._to_come, self._find = found, None
+            self._all_bytes = sum(group.nbytes for group in found)
         await self._fill()
         if not self._under_way:
             return None
@@ -186,6 +189,8 @@ class TensorStream(AsyncIterator[tuple[str, torch.Tensor]]):
         name, nbytes, operation, at = arriving[0]
         # Awaited for each tensor anew: whichever stream is current now is the one that will use it.
         tensor: torch.Tensor = (await operation)[at]
+        if self._closed:
+            return None
         arriving.popleft()
         if not arriving:
             self._under_way.popleft()
@@ -205,6 +210,8 @@ class TensorStream(AsyncIterator[tuple[str, torch.Tensor]]):
         while self._to_come and self._has_room(self._to_come[0].nbytes):
             group = self._to_come[0]
             await run_sync(group.bring_in, self._is_closed, abandon_on_cancel=True)
+            if self._closed:
+                return
             self._to_come.popleft()
             self._under_way.append(group)
             group.start(self._place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -49,12 +50,21 @@ class WorkerPool:
             elif len(self._threads) < self.limit:
                 name = f"aiogpu-{self._name}-{len(self._threads) + 1}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._start(thread)
             else:
                 # Every thread is busy: whichever takes this job must not count itself idle before.
                 self._idle -= 1
             self._jobs.put(job)
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more: those that there are do without it
+            if not self._threads:
+                raise
+            self._idle -= 1
+        else:
+            self._threads.append(thread)
 
     def _run(self) -> None:
         try:
@@ -108,6 +118,11 @@ class StagingThreads:
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+# The child of a fork has none of the threads, and perhaps a lock that one of them held.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)
 
 
 def _close_at_exit(pool: WorkerPool) -> None:

@@ -181,8 +181,10 @@ async def load_state_dict(
     async with stream:
         if fit.plain and not assign:
             async for name, tensor in stream:
-                with torch.no_grad():
-                    fit.own[name].copy_(tensor)
+                if tensor.device.type == "cpu":  # where copying keeps the thread busy
+                    await run_sync(fit.put, name, tensor)
+                else:
+                    fit.put(name, tensor)
             found = _IncompatibleKeys(fit.missing, fit.unexpected)
         else:
             found = await fit.hand_over({name: tensor async for name, tensor in stream}, strict, assign)
@@ -256,6 +258,11 @@ class _Fit:
         if self._device is None and isinstance(ours, torch.Tensor) and not ours.is_meta:
             return Bucket(ours.device, None)
         return Bucket(self._device, None)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Into the memory that the model has."""
+        with torch.no_grad():
+            self.own[name].copy_(tensor)
 
     async def hand_over(
         self, state: dict[str, torch.Tensor], strict: bool, assign: bool

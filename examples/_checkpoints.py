@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,8 @@ def write_distributed(state: State, path: Path) -> None:
         # One process without a process group is what we mean.
         warnings.filterwarnings("ignore", message=".*torch.distributed is (unavailable|disabled).*")
         dcp.async_save(state, checkpoint_id=str(partial)).result()
+    if path.exists():  # of the same step: a folder can take the place of an empty one only
+        shutil.rmtree(path)
     partial.replace(path)
 
 
@@ -72,11 +75,16 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}{self._suffix}"
 
     @aiogpu.task
-    async def save(self, step: int, state: State) -> Path:
-        """Write a :func:`snapshot`. Run it in a task group; only one is written at a time, in order."""
+    async def save(self, step: int, state: State, numbers: torch.Tensor | None = None) -> Path | None:
+        """Write a :func:`snapshot`. Run it in a task group; only one is written at a time, in order.
+
+        `numbers`: the step's loss and the like. Unless all of them are finite, there is nothing to save.
+        """
         async with self._turn:
-            on_host = await aiogpu.to_host(state)
+            on_host, numbers = await aiogpu.to_host((state, numbers))
             del state
+            if numbers is not None and not numbers.isfinite().all():
+                return None
             path = self.path(step)
             await aiogpu.run_sync(self._write, on_host, path)
             await aiogpu.run_sync(self._forget_old)
@@ -87,8 +95,6 @@ class Checkpoints:
         return found[-1] if found else None
 
     def _forget_old(self) -> None:
-        import shutil
-
         found = sorted(p for p in self.folder.iterdir() if p.suffix == self._suffix)
         for path in found[: -self._keep]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

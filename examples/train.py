@@ -293,7 +293,7 @@ async def steps(loop: Loop, options: argparse.Namespace) -> None:
             if step % options.evaluate_every == 0 or step == options.steps:
                 beside.start_soon(loop.evaluation.run, step, snapshot(training.model.state_dict()))
             if checkpoints is not None and step % options.checkpoint_every == 0 and step < options.steps:
-                beside.start_soon(checkpoints.save, step, snapshot(training.state()))
+                beside.start_soon(checkpoints.save, step, snapshot(training.state()), values)
 
 
 async def build(options: argparse.Namespace, log: Log, show: Callable[[int, float], None]) -> Loop:
@@ -305,7 +305,9 @@ async def build(options: argparse.Namespace, log: Log, show: Callable[[int, floa
     checkpoints = None
     if options.checkpoints is not None:
         checkpoints = Checkpoints(options.checkpoints, distributed=options.distributed)
-        latest = checkpoints.latest() if options.resume else None
+        latest = checkpoints.latest()
+        if latest is not None and not options.resume:
+            raise SystemExit(f"{latest} is there already: --resume goes on from it; or name another folder")
         if latest is not None:
             await aiogpu.run_sync(training.load, latest)
             print(f"going on from {latest}", flush=True)

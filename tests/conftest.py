@@ -258,7 +258,7 @@ class _Seen:
 
 def _engine_leaks(engine: Engine) -> list[str]:
     found = []
-    for name in ("compute", "uploads", "downloads", "sides"):
+    for name in ("compute", "uploads", "downloads", "chunked", "sides"):
         in_use = getattr(engine, name).in_use
         if in_use:
             found.append(f"{in_use} leases of {engine}.{name}")

@@ -69,7 +69,7 @@ LEVELS = [
     ["transfers.crew"],
     ["drivers.cuda", "drivers.cpu"],
     ["drivers.base", "_workers", "_loops", "_torchstate", "_errors", "transfers.tree"],
-    ["_settings", "_emit", "transfers.inflight"],
+    ["_settings", "_emit", "_stepwise", "transfers.inflight"],
     ["transfers.strangers"],
     ["transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],

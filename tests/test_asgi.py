@@ -450,6 +450,88 @@ def test_a_disconnect_cancels_the_requests_work(run, vd, until, caplog, body):
     assert "499" in caplog.text
 
 
+def test_a_disconnect_is_seen_after_a_task_of_the_applications_has_read_the_body(run, anydevice, until):
+    """The application itself makes no step between the end of the body and the disconnect."""
+    read: list[bool] = []
+    ended: list[bool] = []
+
+    async def reader(receive: Any) -> None:
+        while (await receive())["more_body"]:
+            await anyio.lowlevel.checkpoint()
+        read.append(True)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(reader, receive)
+                await anyio.sleep_forever()
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        wire = Wire("/", b"one", b"two")
+        async with anyio.create_task_group() as group:
+            group.start_soon(wire.through, StreamMiddleware(app))
+            await until(lambda: read)
+            assert not ended
+            wire.disconnect()
+        assert ended == [True]
+
+    run(main)
+
+
+def test_a_request_that_never_waits_is_not_watched(run, anydevice, monkeypatch):
+    """A task for the watch would cost more than such a request."""
+    watches = []
+
+    async def quick(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "http.request"
+        await reply(send)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        await reply(send)
+
+    async def main() -> None:
+        await aiogpu.synchronize()  # the engine is there: nor does the middleware wait
+        door = aiogpu.current_runtime().reactor.door
+        spawn = type(door).spawn
+        monkeypatch.setattr(type(door), "spawn", lambda *args: (watches.append(1), spawn(*args))[1])
+        assert (await Wire().through(StreamMiddleware(quick))).status == 200
+        assert not watches
+        assert (await Wire().through(StreamMiddleware(slow))).status == 200
+        assert watches == [1]
+
+    run(main)
+
+
+def test_nobody_asks_the_server_any_more_when_the_request_is_over(run, anydevice):
+    asking = 0
+
+    async def receive() -> Message:
+        nonlocal asking
+        asking += 1
+        try:
+            await anyio.sleep_forever()
+        finally:
+            asking -= 1
+        raise AssertionError
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+        assert asking == 1
+        await reply(send)
+
+    async def main() -> None:
+        wire = Wire()
+        for _ in range(3):
+            await StreamMiddleware(app)(wire.scope, receive, wire.send)
+            assert asking == 0
+
+    run(main)
+
+
 def test_a_disconnect_during_the_body_is_told_to_the_application(run, anydevice, caplog):
     told: list[str] = []
 
@@ -1104,6 +1186,32 @@ def test_an_error_in_an_open_websocket_closes_it_with_try_again_later(run, anyde
         assert wire.sent[1] == {"type": "websocket.close", "code": 1013, "reason": "timed out"}
         with pytest.raises(ZeroDivisionError):
             await Wire(kind="websocket").through(StreamMiddleware(broken))
+
+    run(main)
+
+
+@pytest.mark.parametrize("who", ["client", "application", "denial"])
+def test_a_websocket_that_is_over_is_not_closed_again(run, anydevice, who):
+    """Servers answer a second end with an error, which would hide the first."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if who == "denial":
+            await send({"type": "websocket.http.response.start", "status": 403, "headers": []})
+        else:
+            await send({"type": "websocket.accept"})
+            if who == "application":
+                await send({"type": "websocket.close"})
+            else:
+                assert (await receive())["type"] == "websocket.disconnect"
+        raise TimeoutError("late")
+
+    async def main() -> None:
+        wire = Wire(kind="websocket", extensions={"websocket.http.response": {}})
+        wire.tell({"type": "websocket.connect"})
+        wire.tell({"type": "websocket.disconnect", "code": 1001})
+        await wire.through(StreamMiddleware(app))
+        assert len(wire.sent) == (2 if who == "application" else 1)
 
     run(main)
 

@@ -131,8 +131,8 @@ def test_numpy_dtypes_that_torch_lacks_are_refused(check):
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", "cpu:cpu"])
 def test_a_device_that_is_none_is_refused_with_how_to_write_one(check, device):
     message = f"{re.escape(repr(device))} is not a device: write 'cuda', 'cuda:0', 'cpu' or a torch.device"
-    check.refuses(RuntimeError, message, lambda: aiogpu.to_device(X, device))
-    check.refuses(RuntimeError, message, lambda: aiogpu.Runtime(device))
+    check.refuses(ValueError, message, lambda: aiogpu.to_device(X, device))
+    check.refuses(ValueError, message, lambda: aiogpu.Runtime(device))
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
@@ -442,3 +442,49 @@ def test_capture_errors_are_aiogpus_and_runtime_errors():
     assert issubclass(aiogpu.CaptureError, RuntimeError)
     assert issubclass(aiogpu.DeviceLostError, aiogpu.DeviceError)
     assert issubclass(aiogpu.DeviceError, RuntimeError)
+
+
+# -- what newcomers write first ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused_in_words(run_asyncio):
+    async def main():
+        with pytest.raises(ValueError, match=r"there is no CUDA device here for cuda:0.*write 'cpu'"):
+            await aiogpu.to_device(torch.ones(1), "cuda")
+
+    run_asyncio(main)
+
+
+@pytest.mark.parametrize("verb", [aiogpu.to_device, aiogpu.to_host])
+def test_a_forgotten_await_is_no_data(run, auto_vd, verb):
+    async def main():
+        operation = aiogpu.to_device(torch.ones(1))
+        with pytest.raises(TypeError, match=r"was given an operation, not its result: \w+\(await"):
+            verb(operation)
+        await operation
+
+    run(main)
+
+
+def test_an_async_function_is_no_blocking_one(run, anydevice):
+    async def work():
+        raise AssertionError("it ran")
+
+    async def main():
+        with pytest.raises(TypeError, match="work is an `async def`: await it"):
+            await aiogpu.run_sync(work)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "iterable", [aiogpu.prefetch([1]), aiogpu.pipeline([1])], ids=["prefetch", "pipeline"]
+)
+def test_what_must_be_entered_says_so_when_it_is_iterated(run, iterable):
+    async def main():
+        with pytest.raises(TypeError, match="async with"):
+            async for _ in iterable:
+                pass
+
+    run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import re
@@ -20,6 +21,7 @@ import torch
 from _batches import Box, Clock, Held, HeldInThread, calling, lists, ones
 
 import aiogpu
+from aiogpu._batching import pipeline
 
 # -- when a batch starts ---------------------------------------------------------------------------
 
@@ -256,6 +258,55 @@ def test_the_function_is_called_without_grad_and_with_the_batchers_context_varia
     assert seen == [(False, False, "where the batcher was entered")]
 
 
+def test_what_an_async_function_sets_of_its_context_stays_with_its_batch(run, anydevice):
+    """Batches one after the other run in one task of the event loop."""
+    mark: ContextVar[str] = ContextVar("mark", default="none")
+    seen = []
+
+    async def fn(x):
+        seen.append(mark.get())
+        mark.set("left behind")
+        await anyio.lowlevel.checkpoint()
+        assert mark.get() == "left behind"
+        return x
+
+    async def main():
+        async with aiogpu.Batcher(fn, max_batch_size=4) as batcher:
+            for _ in range(3):
+                await batcher(torch.ones(2))
+
+    run(main)
+    assert seen == ["none"] * 3
+
+
+def test_a_function_that_cancels_its_own_task_hurts_no_later_batch(run_asyncio, anydevice):
+    """Also when the cancellation strikes only after its batch has had its results."""
+    seen = []
+
+    async def fn(x):
+        task = asyncio.current_task()
+        assert task is not None
+        seen.append(task.cancelling())
+        task.cancel()
+        if len(seen) % 2:
+            with contextlib.suppress(asyncio.CancelledError):
+                await anyio.lowlevel.checkpoint()
+            raise KeyError("on purpose")
+        return x
+
+    async def main():
+        async with aiogpu.Batcher(fn, max_batch_size=1) as batcher:
+            for number in range(12):
+                # Where the batch is waited for, the cancellation may strike it, too.
+                with anyio.fail_after(10), contextlib.suppress(KeyError, RuntimeError):
+                    await batcher(torch.ones(2))
+                for _ in range(number // 2):  # the next call comes with the cancellation, or after it
+                    await anyio.lowlevel.checkpoint()
+
+    run_asyncio(main)
+    assert seen == [0] * 12
+
+
 # -- what goes in and out --------------------------------------------------------------------------
 
 
@@ -406,6 +457,25 @@ def test_collate_and_split_pad_items_of_different_lengths(run):
 
     results = run(main)
     assert all(torch.equal(results[i], ones(10 * i, i)) for i in range(1, 5))
+
+
+def test_a_batch_that_is_large_only_with_its_padding_is_not_stacked_on_the_loops_thread(run, monkeypatch):
+    threads = []
+    real = pipeline.stack
+
+    def stack(*args):
+        threads.append(threading.get_ident())
+        return real(*args)
+
+    monkeypatch.setattr(pipeline, "stack", stack)
+
+    async def main():
+        async with aiogpu.Batcher(lambda x: x[:, 0], max_batch_size=64, sizes=(64,)) as batcher:
+            await batcher(torch.zeros(5000))
+
+    run(main)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 def test_batches_are_padded_to_a_preferred_size_and_the_padding_is_dropped(run, until):
@@ -941,7 +1011,7 @@ class _Refusing:
         ({"max_cost": 3}, ValueError, "belong together"),
         ({"sizes": (1, 2)}, ValueError, "largest of sizes must be max_batch_size, 4, not 2"),
         ({"sizes": (0, 4)}, ValueError, "1 or more"),
-        ({"device": "tpu"}, RuntimeError, "is not a device"),
+        ({"device": "tpu"}, ValueError, "is not a device"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, error, match):

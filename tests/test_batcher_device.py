@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 import torch
 from _batches import Box, Calls, calling, lists, ones
@@ -156,6 +157,39 @@ def test_no_more_batches_are_under_way_than_the_device_shall_have(run, vd, until
     go(run, vd, main)
 
 
+def test_an_item_that_collate_passes_on_may_be_written_when_the_call_has_returned(run, vd, until):
+    """Page-locked memory is read by the device itself, and perhaps much later than the results are ready."""
+    item = vd.pin(torch.zeros(100_000))
+    batches = []
+
+    async def called(items):
+        batches.append(len(items))
+        return items
+
+    @aiogpu.task
+    async def caller(batcher):
+        result = await batcher(item)
+        item.fill_(7)
+        return await aiogpu.to_host(result)
+
+    async def main():
+        results = []
+
+        async def keep(batcher):
+            results.append(await caller(batcher))
+
+        async with lists(called, max_batch_size=1) as batcher:
+            async with anyio.create_task_group() as group:
+                group.start_soon(keep, batcher)
+                await until(lambda: batches)
+                for _ in range(50):  # a result that is there has come by now
+                    await anyio.lowlevel.checkpoint()
+                await until(lambda: vd.run_all() or results)
+        assert not results[0].any()
+
+    go(run, vd, main)
+
+
 def copies(vd) -> int:
     return sum(name == "copy" for name, _ in vd.log)
 
@@ -180,8 +214,9 @@ def test_a_batch_is_uploaded_once_and_downloaded_once(run, auto_vd):
     assert all(torch.equal(results[i], ones(i + 1)) for i in range(8))
 
 
-def test_the_upload_of_the_next_batch_does_not_wait_for_the_computation_of_this_one(run, vd, until):
-    """That is what ``in_flight`` is for."""
+@pytest.mark.parametrize("callers", [1, 16], ids=["alone", "more than streams"])
+def test_the_upload_of_the_next_batch_does_not_wait_for_the_computation_of_this_one(run, vd, until, callers):
+    """That is what ``in_flight`` is for. Callers hold a stream each, and share them when there are many."""
     latches = []
 
     def fn(x):
@@ -190,8 +225,12 @@ def test_the_upload_of_the_next_batch_does_not_wait_for_the_computation_of_this_
 
     @aiogpu.task
     async def caller(batcher, i):
-        y = await batcher(ones(i))
-        return (await aiogpu.to_host(y)).tolist()
+        y = await batcher(np.full(2, i, dtype=np.float32))
+        return y.tolist()
+
+    def copied() -> int:
+        """Copies that the device has made: the log says what was submitted."""
+        return copies(vd) - sum(command.name == "copy" for queue in vd._queues for command in queue.commands)
 
     async def main():
         results = []
@@ -199,22 +238,25 @@ def test_the_upload_of_the_next_batch_does_not_wait_for_the_computation_of_this_
         async def keep(batcher, i):
             results.append(await caller(batcher, i))
 
-        async with aiogpu.Batcher(fn, max_batch_size=1, in_flight=2) as batcher:
+        async with aiogpu.Batcher(
+            fn, max_batch_size=callers, max_delay=1000, in_flight=2, to_host=True
+        ) as batcher:
             async with anyio.create_task_group() as group:
-                group.start_soon(keep, batcher, 1)
+                for i in range(callers):
+                    group.start_soon(keep, batcher, i)
                 await until(lambda: latches)
                 vd.run_all()  # the first one stands at its latch
-                assert copies(vd) >= 1
-                before = copies(vd)
-                group.start_soon(keep, batcher, 2)
-                await until(lambda: copies(vd) > before)
-                vd.run_all()
+                before = copied()
+                assert before >= 1
+                for i in range(callers):
+                    group.start_soon(keep, batcher, callers + i)
                 await until(lambda: len(latches) == 2)
+                await until(lambda: vd.run_all() or copied() > before)
                 assert results == []
                 for latch in latches:
                     latch.release()
-                await until(lambda: vd.run_all() or len(results) == 2)
-        assert sorted(results) == [[1, 1], [2, 2]]
+                await until(lambda: vd.run_all() or len(results) == 2 * callers)
+        assert sorted(results) == [[i, i] for i in range(2 * callers)]
 
     go(run, vd, main)
 

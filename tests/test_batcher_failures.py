@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import traceback
 import weakref
@@ -228,6 +229,40 @@ def test_hooks_that_raise_hurt_exactly_their_batch(run):
                 assert await batcher("good") == "good"
             with pytest.raises(ValueError, match="0 results for a batch of 1"):
                 await batcher("few")
+
+    run(main)
+
+
+def test_calls_after_its_scope_was_cancelled_do_not_wait_for_ever(run):
+    """The dispatcher ends with the scope, the block perhaps only after a clean-up that calls."""
+
+    async def main():
+        with anyio.CancelScope() as scope:
+            async with lists(lambda items: items, max_batch_size=1) as batcher:
+                scope.cancel()
+                try:
+                    await anyio.lowlevel.checkpoint()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.lowlevel.checkpoint()
+                        with pytest.raises(anyio.ClosedResourceError):
+                            await batcher("late")
+
+    run(main)
+
+
+def test_an_integer_too_large_for_a_tensor_hurts_its_own_call_only(run, until):
+    """JSON knows integers of any size; no client shall spoil the others' batch."""
+
+    async def main():
+        held = Held()
+        async with calling(aiogpu.Batcher(held, max_batch_size=3, in_flight=1)) as calls:
+            await calls.started(0)
+            await until(lambda: held.batches)
+            await calls.started(1, 2**70, 3)  # together, if they could
+            held.let_go()
+        assert calls.results == {0: 0, 1: 1, 3: 3}
+        assert set(calls.errors) == {2**70}
 
     run(main)
 
@@ -521,6 +556,75 @@ def test_only_a_call_that_does_not_fit_alone_fails_and_nothing_is_kept(run):
             assert not any(ref() is not None for ref in dead)
             await anyio.lowlevel.checkpoint()
         return calls.errors[100]
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_memory_that_another_batch_has_is_waited_for(run, size):
+    """C67: a batch that does not fit beside its neighbour fits alone, and nobody fails."""
+    free = size
+    failed = []
+
+    async def fn(items):
+        nonlocal free
+        if len(items) > free:
+            failed.append(len(items))
+            raise out_of_memory()
+        free -= len(items)
+        for _ in range(20):
+            await anyio.lowlevel.checkpoint()
+        free += len(items)
+        return items
+
+    async def main():
+        async with lists(fn, max_batch_size=size, in_flight=3) as batcher:
+            calls = await together(batcher, *range(5 * size))
+            assert not calls.errors
+            assert calls.results == {i: i for i in range(5 * size)}
+            assert not batcher._service._short
+
+    run(main)
+    assert failed  # it did not fit at once
+
+
+def test_a_call_that_does_not_fit_alone_fails_also_beside_others(run):
+    tried = []
+
+    async def fn(items):
+        tried.append(items)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
+        if items[0] % 2:
+            raise out_of_memory()
+        return items
+
+    async def main():
+        async with lists(fn, max_batch_size=1, in_flight=3) as batcher:
+            calls = await together(batcher, *range(9))
+            assert set(calls.results) == {0, 2, 4, 6, 8}
+            assert all(isinstance(error, torch.OutOfMemoryError) for error in calls.errors.values())
+
+    run(main)
+
+
+def test_a_batch_that_waits_for_memory_ends_with_the_batcher(run, until):
+    held = anyio.Event()
+
+    async def fn(items):
+        if items == ["first"]:
+            await held.wait()
+        raise out_of_memory()
+
+    async def main():
+        async with anyio.create_task_group() as group:
+            with contextlib.suppress(LookupError):
+                async with lists(fn, max_batch_size=1) as batcher:
+                    calls = Calls(batcher, group)
+                    await calls.started("first", "second")
+                    await until(lambda: batcher._service._short)
+                    raise LookupError
+        assert {type(error) for error in calls.errors.values()} == {anyio.ClosedResourceError}
 
     run(main)
 

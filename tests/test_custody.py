@@ -40,6 +40,56 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
 # -- held --------------------------------------------------------------------------------------------
 
 
+class Box:
+    """Moves itself; its tensor is on the device afterwards."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(3)
+
+    def to(self, *args: Any, **kwargs: Any) -> Box:
+        moved = Box()
+        moved.tensor = self.tensor.clone()
+        return moved
+
+
+def test_what_moves_itself_is_kept_for_the_stream_of_whoever_awaits_it(run, monkeypatch):
+    """C05: its memory is that of the stream of whoever started it."""
+    with small_virtual() as (device, engine):
+        kept: list[tuple[int, Any]] = []
+        monkeypatch.setattr(device, "keep", lambda tensor, stream: kept.append((tensor.data_ptr(), stream)))
+
+        @aiogpu.task
+        async def other(operation: Any) -> None:
+            (box,) = await operation
+            assert (box.tensor.data_ptr(), device.current()) in kept
+
+        async def main():
+            operation = aiogpu.to_device([Box()])
+            await operation
+            await other(operation)
+            # Its stream is behind the caller's: none that uploads of others could stand behind.
+            assert engine.uploads.leases == 0
+
+        run(main)
+
+
+def test_a_walk_that_gets_no_thread_fails_its_operation(run_asyncio, monkeypatch):
+    """Not the call: the task that called would wait for it for ever."""
+    with small_virtual() as (_, engine):
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        async def main():
+            monkeypatch.setattr(engine.staging, "submit", refuse)
+            for verb in (aiogpu.to_device, aiogpu.to_host):
+                operation = verb([torch.zeros(1) for _ in range(1000)])
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await operation
+
+        run_asyncio(main)
+
+
 async def drain(device: Any) -> None:
     """Move the device until nobody gives it anything more to do."""
     runtime = aiogpu.current_runtime()

@@ -413,7 +413,7 @@ def _submissions() -> int:
 
 
 def _state(engine: _engine.Engine) -> str:
-    pools = [engine.compute, engine.uploads, engine.downloads, engine.sides]
+    pools = [engine.compute, engine.uploads, engine.downloads, engine.chunked, engine.sides]
     return (
         f"leases={sum(pool.in_use for pool in pools)} slots={engine.slots.used_bytes} "
         f"chunks={engine.chunks.used_bytes}"
@@ -525,3 +525,21 @@ def test_a_pinning_that_fails_once_leaves_the_books_as_they_were(run, auto_vd):
         assert engine.chunks.allocated_bytes == before + engine.chunks.nbytes
 
     run(main)
+
+
+def test_asking_a_lost_gpu_for_captures_never_raises(monkeypatch):
+    """It is asked where things are given back; whoever submits next meets the error, and says whose it is. Of
+    the legacy stream CUDA does not say while a blocking stream is captured: nothing may be put on it then."""
+    from aiogpu.drivers import cuda
+
+    driver = object.__new__(cuda.CudaDriver)
+
+    def ask(error: str) -> bool:
+        def raises() -> bool:
+            raise RuntimeError(error)
+
+        monkeypatch.setattr(cuda, "_capturing", raises)
+        return driver.capturing()
+
+    assert not ask("CUDA error: an illegal memory access was encountered")
+    assert ask("CUDA error: operation would make the legacy stream depend on a capturing blocking stream")

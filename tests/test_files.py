@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import aiogpu
-from aiogpu import _safetensors, _tensorstream
+from aiogpu import _safetensors, _tensorstream, files
 from aiogpu.testing import VirtualDevice
 
 pytest.importorskip("safetensors", reason="the files extra is not installed")
@@ -544,6 +544,40 @@ def test_one_task_at_a_time(run, vd, many, until):
     run(main)
 
 
+@pytest.mark.parametrize("where", ["finding", "reading", "copying"])
+def test_closing_it_ends_the_iteration_of_the_task_that_waits_in_it(run, vd, many, until, monkeypatch, where):
+    gate, inside = threading.Event(), threading.Event()
+
+    def held(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = real(*args)
+            inside.set()
+            assert gate.wait(10)
+            return result
+
+        return call
+
+    if where == "finding":
+        monkeypatch.setattr(_tensorstream, "_groups", held(_tensorstream._groups))
+    elif where == "reading":
+        monkeypatch.setattr(_safetensors.Shard, "bring_in", held(_safetensors.Shard.bring_in))
+
+    async def main():
+        stream = aiogpu.load_safetensors(many)
+        async with anyio.create_task_group() as group:
+            group.start_soon(collect, stream)
+            await until(lambda: vd.submitted > 0 if where == "copying" else inside.is_set())
+            await stream.aclose()
+            gate.set()
+            while stream._running:
+                vd.run_all()
+                await anyio.sleep(0.0005)
+        vd.run_all()
+        await until(lambda: not mapped(many))
+
+    run(main)
+
+
 def test_a_failed_copy_reaches_the_consumer_and_ends_it(run, vd, many, until):
     async def main():
         vd.fail_submit(3, ZeroDivisionError("the third submission"))
@@ -935,6 +969,23 @@ def test_misuse_of_load_state_dict_is_named(run_asyncio, weights):
             await aiogpu.load_state_dict(net(), weights, device="cpu")
 
     run_asyncio(main)
+
+
+def test_a_models_memory_in_the_host_is_written_off_the_loops_thread(run_asyncio, weights, monkeypatch):
+    """It may be gigabytes."""
+    threads: list[threading.Thread] = []
+    put = files._Fit.put
+
+    def noted(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        put(*args)
+
+    monkeypatch.setattr(files._Fit, "put", noted)
+    model = net()
+    run_asyncio(aiogpu.load_state_dict, model, weights)
+    assert_holds(model, net(1))
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_other_coroutines_run_meanwhile(run_asyncio, many):

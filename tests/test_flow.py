@@ -133,3 +133,25 @@ def test_everybody_who_waits_learns_of_the_end(run):
         assert ends == [None] * 5
 
     run(main)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_abandoned_buffer_keeps_nothing_and_ends(run, ordered):
+    async def main():
+        buffer = ReorderBuffer(ordered=ordered)
+        late, unfilled = buffer.reserve(), buffer.reserve()
+        buffer.reserve().fill("lost")
+        buffer.abandon()
+        late.fill("too late")
+        buffer.reserve().fill("much too late")
+        assert buffer.ready == 0
+        assert await buffer.take() is None
+        assert not unfilled.filled
+
+        error = KeyError()
+        broken = ReorderBuffer(ordered=ordered)
+        broken.reserve()  # by somebody who is gone
+        broken.abandon(error)
+        assert await drain(broken) == [error]
+
+    run(main)

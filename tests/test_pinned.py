@@ -249,6 +249,28 @@ def test_trimming_and_reserving_do_not_run_on_the_loops_thread(run_asyncio, monk
         assert threading.main_thread() not in where
 
 
+class OutOfPages(UnpinnedCpu):
+    """The system has no pages left: mapping them fails, with an OSError, before any page-locking."""
+
+    def pinned(self, nbytes: int, touch: Any = None) -> torch.Tensor:
+        return pages(2**62)
+
+
+def test_a_system_without_pages_to_give_costs_speed_and_one_warning(run_asyncio):
+    """C18."""
+
+    async def main():
+        x = torch.arange(5 * CHUNK).to(torch.uint8)
+        assert torch.equal(await aiogpu.to_host(await aiogpu.to_device(x)), x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with small_cpu(OutOfPages(), pinned_bytes=0) as engine:
+            run_asyncio(main)
+            assert engine.chunks.count == 0
+    assert len([each for each in caught if "could not page-lock" in str(each.message)]) == 1
+
+
 def test_a_thousand_transfers_after_warm_up_page_lock_nothing(run_asyncio):
     with small_cpu(UnpinnedCpu(), pinned_bytes=0):
 
@@ -306,6 +328,18 @@ def test_users_who_hold_all_results_make_nobody_wait(run_asyncio, until):
 
 
 # -- what the system offers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("users", ["", "max_split_size_mb:128"])
+def test_allocator_settings_of_users_stay_as_they_are(monkeypatch, users):
+    """A call of theirs counts like the environment: torch resets some of what a later one leaves out."""
+    calls: list[str] = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: users, raising=False)
+    host_allocator.register_in_pieces()
+    assert len(calls) == (0 if users else 1)
 
 
 def test_pages_are_zero_writable_and_aligned():

@@ -690,7 +690,7 @@ def test_as_completed_a_sources_failure_still_comes_behind_the_items_before_it(r
         (lambda: aiogpu.pipeline([]).map(len, concurrency=0), ValueError, "concurrency must be at least 1"),
         (lambda: aiogpu.pipeline([]).batch(0), ValueError, "size must be at least 1"),
         (lambda: aiogpu.pipeline([]).batch(2, collate=3), TypeError, "a function as its collate"),
-        (lambda: aiogpu.pipeline([]).to_device("mars"), RuntimeError, "is not a device"),
+        (lambda: aiogpu.pipeline([]).to_device("mars"), ValueError, "is not a device"),
         (lambda: aiogpu.pipeline([]).map_gpu(None), TypeError, r"map_gpu\(\) takes a function"),
         (lambda: aiogpu.pipeline([]).map_gpu(len, run_ahead=-1), ValueError, "run_ahead"),
         (lambda: aiogpu.pipeline([]).then(len), TypeError, "an async generator function of the items"),

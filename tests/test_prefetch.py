@@ -198,6 +198,41 @@ def test_the_loop_goes_on_while_the_source_is_in_next(run, anydevice, until):
     run(main)
 
 
+class Bar:
+    """Can be iterated either way, as ``tqdm.auto.tqdm`` can: the async way calls ``next`` where it is."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.iterable_awaitable = hasattr(source, "__anext__")
+
+    def __iter__(self) -> Any:
+        return iter(self.source)
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self.source) if self.iterable_awaitable else next(self.source)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+def test_a_source_of_both_kinds_does_not_block_the_loop(run, anydevice):
+    """C20: a progress bar around a loader."""
+    source = Numbers(5)
+
+    async def main():
+        loops = threading.get_ident()
+        async with aiogpu.prefetch(Bar(iter(source))) as batches:
+            assert await collect(batches) == list(range(5))
+        assert loops not in source.threads
+        async with aiogpu.prefetch(Bar(numbers(5))) as batches:
+            assert await collect(batches) == list(range(5))
+
+    run(main)
+
+
 def test_a_sync_source_lives_in_one_thread_which_is_not_the_loops(run, anydevice):
     source = Numbers(30)
 
@@ -379,6 +414,38 @@ def test_a_transforms_error_names_the_transform_and_the_batch(run, anydevice, ki
     assert source.closed == 1
 
 
+@pytest.mark.parametrize("kind", ["async", "sync", "source"])
+def test_a_stop_iteration_out_of_place_is_a_failure_not_the_end(run, anydevice, abandoned, kind):
+    """A transform that asks another iterator, which has come to its end: no batch may be missing silently."""
+    others = numbers(1)
+
+    async def with_another(batch):
+        return batch, await anext(others)
+
+    def with_none(batch):
+        return batch, next(iter(()))
+
+    class Source:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StopAsyncIteration
+
+    transform = {"async": with_another, "sync": with_none, "source": None}[kind]
+
+    async def main():
+        source = Source() if kind == "source" else numbers(3)
+        async with aiogpu.prefetch(source, transform=transform, workers=1) as batches:
+            with pytest.raises(RuntimeError, match="Stop") as caught:
+                async for _ in batches:
+                    pass
+        assert f"item {1 if kind == 'async' else 0}" in caught.value.__notes__[0]
+
+    run(main)
+    assert abandoned == []  # and it has not "failed while its block was being left"
+
+
 def test_what_cannot_be_uploaded_names_the_batch(run, anydevice):
     def batches_of_changing_structure():
         yield {"x": torch.zeros(3)}
@@ -420,7 +487,7 @@ def test_a_transform_that_cancels_itself_is_a_failure_not_a_hang(run_asyncio, an
         ({"workers": 0}, ValueError, "workers must be at least 1"),
         ({"run_ahead": -1}, ValueError, "run_ahead must be at least 0"),
         ({"transform": 3}, TypeError, "transform is a function of one batch, not a int"),
-        ({"device": "mars"}, RuntimeError, "is not a device"),
+        ({"device": "mars"}, ValueError, "is not a device"),
         ({"stateful": True}, TypeError, "needs a source with a state_dict"),
     ],
 )
@@ -642,6 +709,93 @@ def test_a_cancelled_wait_for_a_batch_loses_none(run, anydevice):
     run(main)
 
 
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_whoever_else_waits_when_the_block_is_left_learns_of_the_end(run, anydevice, until, transform):
+    source = Numbers(5, stop_at=2)
+    got: list[Any] = []
+
+    async def main():
+        async with anyio.create_task_group() as group:
+            async with aiogpu.prefetch(source, transform=transform) as batches:
+                group.start_soon(put_into, got, batches)
+                await until(source.stuck.is_set)
+                await until(lambda: len(got) == 2)
+                source.go_on.set()
+        assert [batch async for batch in batches] == []
+
+    run(main)
+    assert [int(batch[0]) for batch in got] == list(range(len(got)))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"transform": lambda batch: batch}, {"device": "cpu"}])
+def test_after_the_block_no_batch_is_kept(run, anydevice, until, arguments):
+    """Its iterator may live on, for its statistics, and with it ``depth`` batches in the device's memory."""
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+    def source():
+        while True:
+            batch = Batch()
+            alive.add(batch)
+            yield batch
+            del batch
+
+    async def main():
+        async with aiogpu.prefetch(source(), depth=3, **arguments) as batches:
+            await until(lambda: batches.stats().ready == 3)
+        await until(lambda: not alive)
+        stats = batches.stats()
+        assert (stats.ready, stats.begun) == (0, 0)
+
+    gc.disable()
+    try:
+        run(main)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_block_inside_of_an_async_generator_may_be_left_in_another_task(run, anydevice, until, decorated):
+    """After a ``break``, event loops and aiogpu close generators in tasks of their own."""
+    if run.is_trio and not decorated:
+        pytest.skip("trio closes async generators in a cancelled scope, with a warning")
+    source = Numbers(10_000)
+
+    async def generate():
+        async with aiogpu.prefetch(source) as batches:
+            async for batch in batches:
+                yield batch
+
+    make = aiogpu.task(generate) if decorated else generate
+
+    async def main():
+        async for batch in make():
+            if batch[0] == 3:
+                break
+        gc.collect()
+        await until(lambda: source.closed)
+
+    run(main)
+    assert source.closed == 1
+
+
+def test_when_everything_behind_it_is_cancelled_the_consumer_does_not_wait_for_ever(run_asyncio, anydevice):
+    """A graceful shutdown that cancels all tasks but its own, which is the consumer; also before what runs
+    behind the block has taken its first step."""
+
+    async def main(started):
+        async with aiogpu.prefetch(Numbers(10_000)) as batches:
+            if started:
+                await anext(batches)
+            for each in asyncio.all_tasks() - {asyncio.current_task()}:
+                each.cancel()
+            with pytest.raises((RuntimeError, asyncio.CancelledError), match=r"cancelled all tasks|^$"):
+                async for _ in batches:
+                    pass
+
+    run_asyncio.bare(main, True)
+    run_asyncio.bare(main, False)
+
+
 def test_a_loop_that_is_closed_in_the_middle_leaves_no_source_behind(anydevice, monkeypatch, blocking_until):
     """It tells nobody: its tasks are neither cancelled nor closed."""
     monkeypatch.setattr("aiogpu._flow.sources._LOOK_S", 0.01)
@@ -784,6 +938,32 @@ def test_the_host_runs_ahead_of_the_device_by_a_bounded_number_of_batches(run, v
 
     run(main)
     assert launched == 10
+
+
+def test_a_consumer_that_waits_for_the_device_outlives_its_runtime(run, vd, until, short_grace, abandoned):
+    """The notifier's thread wakes it then, through the loop's door."""
+    launched = 0
+
+    @aiogpu.task
+    async def consume():
+        nonlocal launched
+        async with aiogpu.prefetch(range(3), run_ahead=0) as batches:
+            async for _ in batches:
+                vd.launch(duration=1.0)
+                launched += 1
+
+    async def main():
+        async with anyio.create_task_group() as group:
+            async with aiogpu.Runtime():
+                group.start_soon(consume)
+                await until(lambda: launched == 1)
+                for _ in range(30):
+                    await anyio.lowlevel.checkpoint()
+            vd.auto = True
+            await anyio.to_thread.run_sync(vd.run_all)
+            await until(lambda: launched == 3)
+
+    run(main)
 
 
 def test_the_upload_of_the_next_batch_runs_beside_this_ones_kernel(run, vd):

@@ -41,7 +41,7 @@ def carry_out(
         for index, (cell, value) in enumerate(zip(run.cells, run.shadow, strict=True)):
             assert index in run.dead or bool((cell == value).all())
         assert engine.slots.used_bytes == engine.chunks.used_bytes == 0
-        pools = (engine.compute, engine.uploads, engine.downloads, engine.sides)
+        pools = (engine.compute, engine.uploads, engine.downloads, engine.chunked, engine.sides)
         # A staging thread may give its stream back a moment after the transfer has ended.
         _blocking_until(
             lambda: all(s.idle for pool in pools for slots in pool._slots.values() for s in slots)

@@ -412,6 +412,46 @@ def test_trimming_gives_back_what_is_free_and_those_who_wait_get_new_memory(rig,
     assert r.take() is not None
 
 
+def test_trimming_and_reserving_leave_graph_captures_of_other_threads_alone(rig, monkeypatch):
+    """They run on threads that belong to no engine, and an event query there would kill a capture."""
+    r = rig(limit=2)
+    relaxed = [0]
+
+    @contextlib.contextmanager
+    def bracket() -> Iterator[None]:
+        relaxed[0] += 1
+        yield
+        relaxed[0] -= 1
+
+    def within(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            assert relaxed[0], real
+            return real(*args)
+
+        return call
+
+    event = r.fly(r.take())
+    monkeypatch.setattr(r.device, "relaxed", bracket)
+    for name in ("query", "pinned", "unpin"):
+        monkeypatch.setattr(r.device, name, within(getattr(r.device, name)))
+    event.done = True
+    assert r.ring.reserve() == 2 * 64
+    assert r.ring.trim() == 2 * 64
+
+
+def test_trimming_takes_nothing_from_those_who_wait(rig, blocking_until, monkeypatch):
+    r = rig(limit=1)
+    event = r.fly(r.take())
+    # Nobody looks at what is in flight, but trim.
+    monkeypatch.setattr(r.ring, "_look", nothing)
+    r.wait_in_thread("a", until=blocking_until)
+    r.device.left = 0
+    event.done = True
+    assert r.ring.trim() == 0
+    blocking_until(lambda: len(r.got) == 1)
+    assert r.got[0][1] is not None
+
+
 def test_reserving_page_locks_ahead_and_says_how_much(rig):
     r = rig(limit=4)
     assert r.ring.reserve(65) == 2 * 64
@@ -758,3 +798,45 @@ def test_soak_of_random_transfers_and_cancellations(run_asyncio, moving, blockin
         assert engine.chunks.used_bytes == engine.slots.used_bytes == 0
         # A staging thread may give its stream back a moment after the transfer has ended.
         blocking_until(lambda: engine.uploads.in_use == engine.downloads.in_use == 0)
+
+
+def test_a_download_through_chunks_does_not_wait_for_others_kernels(run_asyncio, until):
+    """Law of downloads.py: no thread of ours ever waits for them, and it has chunks in hand. Even when more
+    downloads wait for their producers than there are streams for these."""
+    size = 8 * CHUNK
+    waiting, streams = 14, 7  # of 12 and 8
+    with small_virtual(auto=False, pinned_bytes=waiting * size) as (device, engine):
+
+        async def main():
+            x = torch.arange(size).to(torch.uint8)
+            latches, ops, done = [], [], []
+
+            @aiogpu.task
+            async def slow() -> None:
+                latches.append(device.latch())
+                ops.extend(aiogpu.to_host(x) for _ in range(waiting // streams))
+                await aiogpu.gather(*ops[-2:])
+
+            @aiogpu.task
+            async def quick() -> None:
+                done.append(torch.equal(await aiogpu.to_host(x), x))
+
+            def moved(predicate: Callable[[], object]) -> Callable[[], object]:
+                return lambda: (device.run_all(), predicate())[1]
+
+            async with anyio.create_task_group() as group:
+                for _ in range(streams):
+                    group.start_soon(slow)
+                await until(moved(lambda: sum(op._state.value == "in flight" for op in ops) == waiting))
+                group.start_soon(quick)
+                await until(moved(lambda: done))
+                assert done == [True]
+                assert engine.chunks.used_bytes == 0
+                assert not any(op.done() for op in ops)
+                for latch in latches:
+                    latch.release()
+                await until(moved(lambda: all(op.done() for op in ops)))
+            reactor = aiogpu.current_runtime().reactor  # the tasks' ends are on the device, too
+            await until(moved(lambda: device.idle and not reactor.pending))
+
+        run_asyncio(main)

@@ -383,6 +383,19 @@ def test_queued_calls_that_are_cancelled_never_run_and_free_what_they_held(run, 
     run(main)
 
 
+def test_a_call_of_a_cancelled_caller_is_not_made_though_there_is_room(run, anydevice, gate):
+    async def main():
+        limiter = anyio.CapacityLimiter(1)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await aiogpu.run_sync(gate, limiter=limiter)
+        assert scope.cancelled_caught
+        assert limiter.borrowed_tokens == 0
+        assert gate.calls == 0
+
+    run(main)
+
+
 def test_a_token_granted_in_the_tick_of_the_cancellation_is_given_back(run, auto_vd, gate, until):
     async def call(limiter):
         await aiogpu.run_sync(gate, limiter=limiter)

@@ -22,6 +22,22 @@ from aiogpu.testing import VirtualDevice, virtual_device
 # -- settings ----------------------------------------------------------------------------------------
 
 
+def test_a_thread_that_has_made_an_engine_goes_on_as_one_of_that_engines(run_asyncio, monkeypatch):
+    """Set to its device, and leaving graph captures of others alone: it carries out the first transfers."""
+    with virtual_device() as device:
+        entered: list[threading.Thread] = []
+        monkeypatch.setattr(device, "enter_thread", lambda: entered.append(threading.current_thread()))
+        device_name = torch.device("cpu")
+
+        async def main():
+            runtime = aiogpu.current_runtime()
+            for _ in range(2):  # made by this thread, or by another one
+                await runtime.in_starter(lambda: runtime.engine_blocking(device_name))
+
+        run_asyncio(main)
+        assert len([thread for thread in entered if "starter" in thread.name]) == 2
+
+
 def test_the_documented_defaults():
     runtime = aiogpu.Runtime()
     assert (runtime.settings.streams, runtime.spin, runtime.grace) == (8, 50e-6, 5.0)
@@ -79,7 +95,7 @@ def test_a_bad_environment_variable_is_named(monkeypatch):
         ({"grace": -0.1}, ValueError, "grace must be at least 0"),
         ({"staging_bytes": -1}, ValueError, "staging_bytes must be at least 0"),
         ({"wake": "bell"}, ValueError, "'auto', 'callback' or 'thread'"),
-        ({"device": "gpu"}, RuntimeError, "'gpu' is not a device"),
+        ({"device": "gpu"}, ValueError, "'gpu' is not a device"),
         ({"device": "mps"}, ValueError, "no driver for mps"),
     ],
 )

@@ -84,10 +84,12 @@ async def serving(cache: Path, **changes: Any) -> Any:
         await asyncio.sleep(0.005)
         if running.done():
             running.result()
-    yield Served(app, server.servers[0].sockets[0].getsockname()[1], server)
-    if not app.draining:
-        server.handle_exit(signal.SIGTERM, None)
-    await running
+    try:
+        yield Served(app, server.servers[0].sockets[0].getsockname()[1], server)
+    finally:
+        if not app.draining:
+            server.handle_exit(signal.SIGTERM, None)
+        await running
 
 
 def drive(run: Any, cache: Path, body: Callable[[Served], Awaitable[None]], **changes: Any) -> None:
@@ -320,6 +322,16 @@ def test_refusals_over_the_wire_are_one_line_and_no_stack_trace(loop, cache):
     drive(loop, cache, body)
 
 
+def test_endless_headers_are_cut_off(loop, cache):
+    async def body(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 100_000)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+    drive(loop, cache, body)
+
+
 def test_a_slow_body_holds_no_place_in_a_batch_and_is_ended(loop, cache, until):
     pixels, _ = some_digits(1)
 
@@ -362,8 +374,8 @@ def test_one_client_cannot_take_the_whole_queue(loop, cache, until):
             await until(lambda: any(task.done() for task in greedy))
             modest = group.create_task(ask("modest"))
             await until(lambda: running.batcher.stats().calls == 41)
-            # The greedy one's share, a quarter of the queue, and the modest one.
-            assert running.batcher.stats().waiting == 4 + 1
+            # The greedy one has what two batches of two took at once, and a quarter of the queue.
+            assert 40 - 4 - 4 <= running.batcher.stats().refused <= 40 - 4
             hold.set()
         refused = [task.result() for task in greedy if task.result().status == 429]
         assert refused
@@ -464,6 +476,18 @@ def test_at_sigterm_what_is_in_flight_ends_and_what_is_new_gets_503(loop, cache)
             while await early.chunk(reader):
                 characters += 1
             assert characters == 600
+
+    drive(loop, cache, body)
+
+
+def test_a_request_that_does_not_end_does_not_keep_the_service(loop, cache, until):
+    """C74: a client that reads a long text very slowly, say."""
+
+    async def body(served: Served) -> None:
+        served.server.config.timeout_graceful_shutdown = 0.01
+        with served.app._gate:
+            served.server.handle_exit(signal.SIGTERM, None)
+            await until(lambda: served.server.should_exit)
 
     drive(loop, cache, body)
 
@@ -590,7 +614,7 @@ def test_training_teaches_something(cache):
 
 
 @pytest.mark.timeout(120)
-def test_the_grpc_variant_serves_the_same(run_asyncio, cache, until):
+def test_the_grpc_variant_serves_the_same(run_asyncio, cache, until, monkeypatch, abandoned):
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
     from safetensors.torch import load as arrays
     from safetensors.torch import save
@@ -599,14 +623,19 @@ def test_the_grpc_variant_serves_the_same(run_asyncio, cache, until):
 
     pixels, _ = some_digits(20)
     messages = [save({"pixels": torch.from_numpy(each[None].astype("uint8"))}) for each in pixels]
+    running = []
+
+    async def broken(*_: Any) -> None:
+        raise LookupError("secret")
 
     async def main() -> None:
         async with aiogpu.Runtime(CPU):
-            running = await service.load(service.Settings(CPU, quick=True, cache=cache))
+            made = await service.load(service.Settings(CPU, quick=True, cache=cache))
+            running.append(made)
             with torch.inference_mode():
-                truth = running.digits(torch.from_numpy(pixels)).argmax(1)
-            async with running.batcher:
-                server = grpc_app.server(running)
+                truth = made.digits(torch.from_numpy(pixels)).argmax(1)
+            async with made.batcher:
+                server = grpc_app.server(made)
                 port = server.add_insecure_port("127.0.0.1:0")
                 await server.start()
                 try:
@@ -629,6 +658,11 @@ def test_the_grpc_variant_serves_the_same(run_asyncio, cache, until):
                 await classify(wrong, timeout=20)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "\n" not in caught.value.details()
+        with monkeypatch.context() as patch:
+            patch.setattr(running[0], "classify", broken)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await classify(messages[0], timeout=20)
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, "internal error")
         # A client that goes away in the middle of a text.
         call = channel.unary_stream("/aiogpu.Digits/Write")(b"The data", timeout=20)
         await call.read()

@@ -182,7 +182,7 @@ def test_lanes_that_are_promised_to_be_distinct_are(device):
     """C23: uploads, downloads and compute never share a stream."""
     engine = Engine(device)
     engine.warm_up()
-    pools = (engine.compute, engine.uploads, engine.downloads, engine.sides)
+    pools = (engine.compute, engine.uploads, engine.downloads, engine.chunked, engine.sides)
     raws = [stream.raw for pool in pools for stream in pool.streams()]
     assert len(raws) == len(set(raws)) >= 8
     engine.staging.close(1)

@@ -526,7 +526,7 @@ def test_a_priority_is_an_int(priority):
 
 
 def test_an_unknown_device_is_refused_at_the_decoration():
-    with pytest.raises(RuntimeError, match="'gpu' is not a device: write 'cuda', 'cuda:0', 'cpu'"):
+    with pytest.raises(ValueError, match="'gpu' is not a device: write 'cuda', 'cuda:0', 'cpu'"):
         aiogpu.task(device="gpu")
     with pytest.raises(ValueError, match="aiogpu has no driver for meta"):
         aiogpu.task(device="meta")

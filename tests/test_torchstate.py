@@ -697,8 +697,11 @@ def test_grad_mode_set_as_a_function_is_the_coroutines() -> None:
 def in_worker(snapshot: Snapshot, fn: Callable[[], Any]) -> tuple[Seen, Any, Seen]:
     def job() -> tuple[Seen, Any, Seen]:
         before = look()
-        with snapshot.applied():
+        put = snapshot.put()
+        try:
             result = fn()
+        finally:
+            scrub(put)
         return before, result, look()
 
     return in_thread(job)
@@ -724,17 +727,20 @@ def test_what_a_job_changes_does_not_leak_even_when_it_fails(name: str) -> None:
 
         def fail() -> None:
             nonlocal left_open
-            with snapshot.applied():
+            put = snapshot.put()
+            try:
                 left_open = MODES[name]()
                 left_open.__enter__()
                 raise ZeroDivisionError
+            finally:
+                scrub(put)
 
         with pytest.raises(ZeroDivisionError):
             fail()
         after = look()
         if "inference" in name:  # its guard acts where it dies: let that be in its own thread
-            with snapshot.applied():
-                left_open.__exit__(None, None, None)
+            left_open.__exit__(None, None, None)
+            scrub()
         return before, after
 
     with torch.autocast("cpu", dtype=torch.half):
@@ -789,16 +795,19 @@ def test_a_worker_gets_settings_that_no_step_looks_for() -> None:
     assert before == after
 
 
-def test_scrub_knows_torchs_defaults_when_first_asked_inside_autocast() -> None:
+def test_scrub_knows_torchs_defaults_when_first_asked_inside_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from aiogpu import _torchstate
 
+    monkeypatch.setattr(_torchstate, "_defaults", None)
     _torchstate._default_autocast.cache_clear()
     with raw_autocast("cuda", torch.float64):
 
         def job() -> Seen:
-            with snapshot.applied():
-                scrub()
-                return look()
+            snapshot.put()
+            scrub()
+            return look()
 
         snapshot = capture()
         assert in_thread(job) == in_thread(look)

@@ -116,3 +116,43 @@ def test_a_loss_that_is_not_finite_stops_with_the_number_of_its_step(example, tm
     assert len(log.losses) == 6
     good = torch.load(tmp_path / "step-00000005.pt", weights_only=True)
     assert all(weight.isfinite().all() for weight in good["model"].values())
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_no_checkpoint_is_written_of_a_step_whose_numbers_are_not_finite(
+    example, tmp_path, monkeypatch, every
+):
+    """They are known some steps later; `--resume` would go on from the spoiled weights."""
+    learn = example.Training.learn
+
+    def spoiled(self, x, y):
+        return learn(self, x * float("nan") if self.step == 6 else x, y)
+
+    async def patient(self, *args):
+        with example.anyio.CancelScope(shield=True):  # the end of training does not come to the rescue
+            await save(self, *args)
+
+    save = example.Checkpoints.save
+    monkeypatch.setattr(example.Training, "learn", spoiled)
+    monkeypatch.setattr(example.Checkpoints, "save", patient)
+    with pytest.raises(BaseExceptionGroup):
+        asyncio.run(example.main(options(checkpoints=tmp_path, checkpoint_every=every), example.Log()))
+    written = sorted(path.stem for path in tmp_path.glob("*.pt"))
+    assert written == (["step-00000005", "step-00000006"] if every == 1 else [])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_step_that_has_a_checkpoint_already_gets_it_again(example, tmp_path, distributed):
+    """Nothing is left to do, or Ctrl-C came right after a checkpoint: the last one is written once more."""
+    changes = {"checkpoints": tmp_path, "steps": 3, "distributed": distributed}
+    trained(example, **changes)
+    trained(example, **changes, resume=True)
+    assert [path.stem for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(example, tmp_path):
+    """The older ones had higher numbers: each new one would be forgotten as soon as it was written."""
+    trained(example, checkpoints=tmp_path, steps=4)
+    with pytest.raises(SystemExit, match="--resume goes on from it"):
+        trained(example, checkpoints=tmp_path, steps=2)
+    assert [path.stem for path in tmp_path.iterdir()] == ["step-00000004"]

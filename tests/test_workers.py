@@ -488,3 +488,29 @@ def test_frames_of_aiogpu_hold_no_arguments_while_the_function_runs(run_asyncio,
 
     run_asyncio(main)
     assert sys.exc_info() == (None, None, None)
+
+
+def test_a_thread_that_cannot_be_started_is_done_without(monkeypatch):
+    """A limit of the system: jobs queue for the threads that there are, and the end joins those only."""
+    pool = WorkerPool("test", 2, lambda: None)
+    start = threading.Thread.start
+    refused = []
+
+    def refuse(thread):
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    gate, done = threading.Event(), threading.Event()
+    pool.submit(gate.wait)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.submit(done.set)
+    assert len(refused) == 3
+    gate.set()
+    assert done.wait(10)
+    monkeypatch.undo()
+    assert pool.close(10)

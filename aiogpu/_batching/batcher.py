@@ -23,6 +23,7 @@ from .._handoff import Handoff
 from .._runtime import current_runtime
 from .._settings import at_least
 from .._tasks import current_task
+from ..transfers.tree import tensors_of
 from .collate import describe
 from .entry import Entry
 from .lane import Lane
@@ -340,8 +341,13 @@ class Batcher:
         engine = service.engine
         signature, nbytes = (None, 0) if self._collate is not None else describe(item, engine.device)
         task = current_task()
-        # Where work is done when it is submitted there is nothing to order; other devices' tensors apart.
-        if not engine.driver.eager or torch.cuda.is_initialized():
+        # Where work is done when it is submitted there is nothing to order; other devices' tensors apart. Nor
+        # is there for an item that is known to be all in host memory: callers share streams, and with an edge
+        # the upload of the next batch would wait for whatever else is on theirs.
+        if (not engine.driver.eager or torch.cuda.is_initialized()) and (
+            self._collate is not None
+            or any(tensor.device == engine.device or tensor.is_cuda for tensor in tensors_of(item))
+        ):
             item = Handoff(item)
         entry = Entry(
             item,

@@ -25,6 +25,8 @@ __all__ = ["Place", "cut", "describe", "stack"]
 #: Where a stack of host tensors goes: memory of this shape and dtype, or ``None`` for ordinary memory.
 Place = Callable[[Sequence[int], torch.dtype], "torch.Tensor | None"]
 
+_INT64 = torch.iinfo(torch.int64)
+
 
 def describe(item: Any, device: torch.device) -> tuple[Hashable, int]:
     """``(signature, bytes that are not on device)``. Items of one signature can be stacked.
@@ -32,15 +34,14 @@ def describe(item: Any, device: torch.device) -> tuple[Hashable, int]:
     What is in host memory counts also where that is the device. The number is 0 only when there is nothing
     to upload; objects that move themselves count as one byte.
     """
-    if type(item) is torch.Tensor:  # by far the most common item
-        return (item.shape, item.dtype, item.device), _bytes(item, device)
-    if isinstance(item, torch.Tensor):
-        return (type(item), item.shape, item.dtype, item.device, item.layout), _bytes(item, device)
     cls = type(item)
+    if isinstance(item, torch.Tensor):
+        return (cls, item.shape, item.dtype, item.device, item.layout), _bytes(item, device)
     if is_array(item):
         return (cls, item.shape, item.dtype.str), max(1, item.nbytes)
     if cls in (bool, int, float):
-        return (cls,), 8
+        # An integer of any size may come from a client's JSON: one that no dtype holds fails for itself.
+        return (cls, cls is not int or _INT64.min <= item <= _INT64.max), 8
     opened = _open(item)
     if opened is None:
         return (cls,), int(callable(getattr(cls, "to", None)))

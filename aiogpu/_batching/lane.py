@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from .._engine import Engine
 from .._errors import bare, fresh
 from .._run_sync import run_on
+from .._stepwise import stepwise
 from .._workers import WorkerPool
 from ..drivers.base import Event
 
@@ -47,15 +49,24 @@ def reported(error: Exception, where: str) -> BaseException:
     return twin
 
 
-@contextmanager
-def without_grad() -> Iterator[None]:
+def without_grad() -> AbstractContextManager[None]:
     """Torch's modes for all that is done for a batch, by us and by users' functions.
 
     Not inference mode: its tensors are not for everybody. It may be on: a caller outside of tasks that awaits
     within it leaves it on for the whole thread meanwhile.
     """
+    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextmanager
+def _out_of_inference() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+async def _called(fn: Callable[[Any], Any], batch: Any) -> Any:
+    with without_grad():
+        return await fn(batch)
 
 
 class Lane:
@@ -80,8 +91,8 @@ class Lane:
         """
         if self.is_async:
             try:
-                with without_grad():
-                    return await self.fn(batch)
+                # In a context of its own: this event-loop task will serve other batches, too.
+                return await stepwise(_called(self.fn, batch), copy_context().run)
             except Exception as error:
                 raise UserError(reported(error, self.where)) from None
         output = await run_on(self._threads, self._call, batch, wanted)

@@ -1,7 +1,8 @@
 """One batch from its items to its results: collate, upload, compute, download, split.
 
 Law of this file: everything runs in the batch's own task, on its own stream; what may take long runs in a
-thread. No step waits on the host for the device, except a download of the results, which is one.
+thread. No step waits on the host for the device, except a download of the results, which is one, and, once
+the function has been called, the upload of what may be the callers' own memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import anyio
 import torch
 
 from .._engine import SLOT_BYTES, Engine
+from .._operation import Operation
 from .._run_sync import run_sync
 from ..transfers.api import to_device, to_host
 from .collate import cut, describe, stack
@@ -56,10 +58,12 @@ class Pipeline:
         ``UserError`` for what users' functions raise.
         """
         size = len(items)
-        batch = await self._collated(items, nbytes)
+        batch, upload = await self._collated(items, nbytes)
         items.clear()
         output = await self.lane.call(batch, wanted)
         del batch
+        if upload is not None:
+            await upload
         if self.download:
             output = await to_host(output)
         if self.split is None:
@@ -75,16 +79,18 @@ class Pipeline:
 
     # -- in ----------------------------------------------------------------------------------------
 
-    async def _collated(self, items: list[Any], nbytes: int) -> Any:
-        """The batch, on the device."""
+    async def _collated(self, items: list[Any], nbytes: int) -> tuple[Any, Operation[Any] | None]:
+        """The batch, on the device; and an upload that may still read memory of callers, who may write
+        there once they have their results."""
         upload = not self.engine.driver.eager
         device = self.engine.device
         if self.collate is not None:
             collate = self.collate
             batch = await self._in_thread(lambda: collate(list(items)), "collate")
-            return (
-                await to_device(batch, device).ordered() if upload and describe(batch, device)[1] else batch
-            )
+            if not upload or not describe(batch, device)[1]:
+                return batch, None
+            operation = to_device(batch, device)
+            return await operation.ordered(), operation
         if nbytes <= _AT_ONCE:
             with without_grad():
                 batch = stack(items)
@@ -92,11 +98,12 @@ class Pipeline:
         elif not upload:
             batch = await self._in_thread(lambda: stack(items), "stacking the items")
         elif len(items) == 1 and type(items[0]) is torch.Tensor:
-            # Alone, it is uploaded from where it is. To the end, for its caller may write it afterwards.
-            return await to_device(items[0].detach().unsqueeze(0), device)
+            # Alone, it is uploaded from where it is.
+            operation = to_device(items[0].detach().unsqueeze(0), device)
+            return await operation.ordered(), operation
         else:
             batch = await self._in_thread(lambda: stack(items, self._page_locked), "stacking the items")
-        return await to_device(batch, device).ordered() if upload else batch
+        return (await to_device(batch, device).ordered() if upload else batch), None
 
     def _page_locked(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory from which the device copies without another copy on the host, while the budget lasts."""

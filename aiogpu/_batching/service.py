@@ -2,7 +2,7 @@
 
 Law of this file: the dispatcher runs nothing of the user's, so nothing of the user's can end it. Every change
 that can make a batch due (a call, a free place, the end) *kicks* it, after the change; it looks at the
-whole state, in one step on the loop's thread, and starts what is due, each batch as a child task that raises
+whole state, in one step on the loop's thread, and starts what is due, each batch in a child task that raises
 nothing. Between its look and its parking nothing can happen, so no kick is lost; one too many is harmless.
 """
 
@@ -54,6 +54,16 @@ class _Batch:
         self.start = start
 
 
+class _Server:
+    """A child task that serves one batch after the other: starting one costs as much as a small batch."""
+
+    __slots__ = ("batch", "waiter")
+
+    def __init__(self, batch: _Batch) -> None:
+        self.batch = batch
+        self.waiter: Any = None  # where it waits for the next one
+
+
 class Service:
     """One entered batcher: its queue, and the batches that are computed.
 
@@ -96,11 +106,15 @@ class Service:
         self._parked: Any = door.waiter()  # where the dispatcher waits for a kick
         #: It will look at the calls that wait when ``max_delay`` is over: more of them need not kick it.
         self._looks_again = False
+        #: Batches that ran out of memory beside others, and where each waits until it is alone.
+        self._short: dict[_Batch, Any] = {}
         self._deadlines = Deadlines()
         self._empty: Any = None  # where the end waits
-        self._on_stream: Callable[[_Batch], Coroutine[Any, Any, None]] = task(device=engine.device)(
-            self._compute
-        )
+        self._idle: list[_Server] = []
+        # On the urgent streams, since the callers, often more than there are streams, fill the others: there
+        # a batch would share one with the batch before it, or with callers who wait for that.
+        on_stream = task(device=engine.device, priority=-1)
+        self._on_stream: Callable[[_Batch], Coroutine[Any, Any, bool]] = on_stream(self._compute)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -126,7 +140,7 @@ class Service:
     @property
     def places(self) -> int:
         """Batches that may be under way now; one while memory is short."""
-        return 1 if self.sizes.lowered else self.in_flight
+        return 1 if self.sizes.lowered or self._short else self.in_flight
 
     def predicted_wait(self, priority: int, client: Any, cost: float) -> float:
         """Seconds in which a call made now would have its result; 0 if it would start at once."""
@@ -159,14 +173,20 @@ class Service:
 
     async def dispatch(self) -> None:
         """Start batches when they are due, until cancelled."""
-        while True:
-            self._parked = self.door.waiter()
-            delay = self._look()
-            if delay is None:
-                await self.door.park(self._parked)
-            else:
-                with anyio.move_on_after(delay):
+        try:
+            while True:
+                self._parked = self.door.waiter()
+                delay = self._look()
+                if delay is None:
                     await self.door.park(self._parked)
+                else:
+                    with anyio.move_on_after(delay):
+                        await self.door.park(self._parked)
+        finally:
+            # By a scope around the block, too, which may be left much later: until then nobody would
+            # serve those who wait, nor those who call.
+            if not self.door.closed:
+                self.abort()
 
     def _look(self) -> float | None:
         """Do what is due now; in how many seconds there is more to do if nothing else changes."""
@@ -204,8 +224,13 @@ class Service:
 
     def _start(self, batch: _Batch) -> None:
         self.running.add(batch)
+        if self._idle:
+            server = self._idle.pop()
+            server.batch = batch
+            self.door.settle(server.waiter, None)
+            return
         try:
-            self.group.start_soon(self._serve, batch, name=f"{self.name}: a batch")
+            self.group.start_soon(self._serve_on, _Server(batch), name=f"{self.name}: batches")
         except BaseException as error:
             self.running.discard(batch)
             self._fail(batch.entries, error)
@@ -213,14 +238,34 @@ class Service:
 
     # -- computing ---------------------------------------------------------------------------------
 
-    async def _serve(self, batch: _Batch) -> None:
-        """A child task's life. It must raise nothing: that would end all others.
+    async def _serve_on(self, server: _Server) -> None:
+        """A server's life: until a batch of its fails.
+
+        Not longer: a function that has failed may have cancelled the task that it ran in.
+        """
+        while await self._serve(server.batch):
+            # Between the batch's end and the parking nothing can happen: the dispatcher finds both, or none.
+            server.waiter = self.door.waiter()
+            self._idle.append(server)
+            try:
+                await self.door.park(server.waiter)
+            except GeneratorExit:
+                raise
+            except BaseException:  # the scope around the batcher, or a late shot of what ``fn`` has done
+                if server in self._idle:
+                    self._idle.remove(server)
+                else:  # a batch came in the same tick
+                    self._start(server.batch)
+                return
+
+    async def _serve(self, batch: _Batch) -> bool:
+        """Did nothing fail? It must raise nothing itself: that would end all others.
 
         Not even a cancellation: it may be one that ``fn`` has raised by itself (it awaited something that
         was cancelled). If it is ours, this task is over all the same.
         """
         try:
-            await self._on_stream(batch)
+            return await self._on_stream(batch)
         except (KeyboardInterrupt, SystemExit) as error:
             self._fail(batch.entries, RuntimeError(f"the batch function raised {type(error).__name__}"))
             self.close()
@@ -235,11 +280,15 @@ class Service:
             self.running.discard(batch)
             if self.engine.lost is not None:
                 self._fail_waiting(self.engine.lost)
+            if not self.door.closed:
+                self._let_one_go_on()
             self.kick()
+        return False
 
-    async def _compute(self, batch: _Batch) -> None:
-        """In a task of its own, on a stream of its own."""
+    async def _compute(self, batch: _Batch) -> bool:
+        """In a task of its own, on a stream of its own. Did nothing fail?"""
         todo = [batch.entries]
+        well = True
         while todo:
             # Those whose callers have left, before it started, are not computed.
             part = [entry for entry in todo.pop() if entry.state is State.RUNNING]
@@ -247,9 +296,37 @@ class Service:
                 todo.append(part[self.sizes.limit :])
                 del part[self.sizes.limit :]
             if part:
+                company = self._company
                 failure = await self._attempt(part)
                 if failure is not None:
-                    todo += self._after_failure(part, failure)
+                    well = False
+                    company = company or self._company
+                    again = self._after_failure(part, failure, company)
+                    if again and company and isinstance(failure, torch.OutOfMemoryError):
+                        await self._alone(batch)
+                    todo += again
+        return well
+
+    @property
+    def _company(self) -> bool:
+        """Is more than one batch computed now?"""
+        return len(self.running) - len(self._short) > 1
+
+    async def _alone(self, batch: _Batch) -> None:
+        """Wait until no other batch is computed: theirs may be the memory that was missing.
+
+        Those who wait here are not computed, and when nobody else is, the first of them goes on.
+        """
+        waiter = self._short[batch] = self.door.waiter()
+        try:
+            self._let_one_go_on()
+            await self.door.park(waiter)
+        finally:
+            self._short.pop(batch, None)
+
+    def _let_one_go_on(self) -> None:
+        if self._short and len(self._short) == len(self.running):
+            self.door.settle(self._short.pop(next(iter(self._short))), None)
 
     async def _attempt(self, part: list[Entry]) -> BaseException | None:
         """Compute ``part`` as one batch; its calls have their outcome then. Or what went wrong.
@@ -282,7 +359,7 @@ class Service:
     async def _results(self, part: list[Entry], size: int) -> None:
         items = [entry.value() for entry in part]
         items += items[-1:] * (size - len(part))
-        nbytes = sum(entry.nbytes for entry in part)
+        nbytes = sum(entry.nbytes for entry in part) + part[-1].nbytes * (size - len(part))
         results, output = await self.pipeline.run(items, nbytes, partial(_wanted, part))
         finished = self.engine.driver.eager or self.pipeline.download
         shared: Handoff[Any] | None = None
@@ -302,12 +379,13 @@ class Service:
         for entry, result, handoff in later:
             entry.succeed(self.door, result, handoff)
 
-    def _after_failure(self, part: list[Entry], failure: BaseException) -> list[list[Entry]]:
-        """What to try next, the last one first; or the calls have failed."""
+    def _after_failure(self, part: list[Entry], failure: BaseException, company: bool) -> list[list[Entry]]:
+        """What to try next, the last one first; or the calls have failed. ``company``: another batch was
+        computed beside it."""
         if self.engine.lost is None and self.phase is not Phase.CLOSED:
             if isinstance(failure, torch.OutOfMemoryError):
-                if self.sizes.out_of_memory(len(part)):
-                    return [part]  # in pieces of the new limit
+                if self.sizes.out_of_memory(len(part)) or company:
+                    return [part]  # in pieces of the new limit, and alone
             elif self.isolate and len(part) > 1:
                 middle = len(part) // 2
                 return [part[middle:], part[:middle]]

@@ -7,6 +7,7 @@ nothing of it is running. Nothing behind the block raises into it, except throug
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
 from time import perf_counter
 from typing import Any, Generic, Self, TypeVar
 
@@ -14,8 +15,11 @@ import anyio
 import anyio.lowlevel
 
 from .._engine import Engine
+from .._loops import current_token
+from .._runtime import current_runtime
 from .reorder import Entry, ReorderBuffer
 from .runahead import RunAhead
+from .threads import log
 
 __all__ = ["Crew", "Outlet"]
 
@@ -23,33 +27,74 @@ T = TypeVar("T")
 
 
 class Crew:
-    """Coroutines that run beside an ``async with`` block, from its start to its end."""
+    """Coroutines that run beside an ``async with`` block, from its start to its end.
 
-    def __init__(self, members: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    In a task of the loop's own. A task group of the block's task could be left in that task only, and so a
+    block inside of an async generator, or a fixture, could not: event loops close those in tasks of theirs.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+        lost: Callable[[BaseException], object],
+    ) -> None:
         self._members = members
-        self._outer = anyio.create_task_group()
+        #: Told why, when they have ended without being dismissed and without having come to their end.
+        self._lost = lost
         self._scope = anyio.CancelScope()
+        self._failure: BaseException | None = RuntimeError(
+            "what runs behind this block was cancelled, and not by leaving it: has somebody cancelled all "
+            "tasks of the event loop (`asyncio.all_tasks()`)?"
+        )
 
-    async def start(self) -> None:
-        await self._outer.__aenter__()
-        self._outer.start_soon(self._work)
+    def start(self) -> None:
+        self._over = anyio.Event()
+        self._door = current_runtime().reactor.door
+        self._door.spawn(self._work, copy_context(), self._ended)
+
+    @property
+    def over(self) -> bool:
+        """Has everything that they did come to its end?"""
+        return self._over.is_set()
 
     async def _work(self) -> None:
-        # In a scope of their own: ending them must not cancel the block, whose task owns the outer group.
-        with self._scope:
-            async with anyio.create_task_group() as group:
-                for member in self._members:
-                    group.start_soon(member)
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as group:
+                    for member in self._members:
+                        group.start_soon(member)
+            self._failure = None
+        except Exception as error:
+            self._failure = error
+            log.error("aiogpu: what runs behind a block has failed", exc_info=error)
+
+    def _ended(self) -> None:
+        # Also when it was cancelled before it began.
+        self._members = ()
+        self._over.set()
+        if self._failure is not None:
+            self._lost(self._failure)
 
     def dismiss(self) -> None:
-        """End them; they are gone when :meth:`join` returns."""
+        """Let them end."""
         self._scope.cancel()
 
-    async def join(self) -> None:
+    async def end(self) -> None:
+        """They are gone when this returns."""
+        if current_token() is not self._door.token:
+            return  # the loop was closed in the middle of the block, and went down with them
+        self.dismiss()
         # Shielded: the block may end because it is being cancelled, and they need a moment to clean up.
-        # What they wait for is bounded (see ``threads``).
-        self._outer.cancel_scope.shield = True
-        await self._outer.__aexit__(None, None, None)
+        # What they wait for is bounded (see ``threads``). No scope shields from asyncio's own ``cancel``.
+        cancellation: BaseException | None = None
+        with anyio.CancelScope(shield=True):
+            while not self._over.is_set():
+                try:
+                    await self._over.wait()
+                except anyio.get_cancelled_exc_class() as error:
+                    cancellation = error
+        if cancellation is not None:
+            raise cancellation
 
 
 class Outlet(Generic[T]):
@@ -58,12 +103,12 @@ class Outlet(Generic[T]):
     def __init__(
         self,
         buffer: ReorderBuffer[T],
-        crew: Crew,
+        members: Sequence[Callable[[], Coroutine[Any, Any, None]]],
         ahead: RunAhead | None,
         engine: Callable[[], Engine | None],
     ) -> None:
         self._buffer = buffer
-        self._crew = crew
+        self._crew = Crew(members, buffer.abandon)
         self._ahead = ahead
         self._engine = engine
         self._handed_out = 0
@@ -99,6 +144,14 @@ class Outlet(Generic[T]):
         self._handed_out += 1
         self._last = entry
         return entry.take()
+
+    async def leave(self) -> None:
+        """The block is being left. Whoever still waits for an item learns that none comes."""
+        self._ended = self._ended or perf_counter()
+        try:
+            await self._crew.end()
+        finally:
+            self._buffer.abandon()
 
     async def _keep_pace(self) -> None:
         """Do not let the host get too far ahead of the device."""

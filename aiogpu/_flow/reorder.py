@@ -46,6 +46,11 @@ class Entry(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """There is no such item, and none after it."""
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            # It would end the consumer's loop as if all were well. Generators make the same of it.
+            named = RuntimeError(f"{type(error).__name__} was raised where no iteration ends")
+            named.__notes__ = [*getattr(error, "__notes__", ())]
+            named.__cause__, error = error, named
         self.error = error
         self._fill()
 
@@ -79,12 +84,12 @@ class ReorderBuffer(Generic[T]):
         """A place behind all present ones. ``index``: the item's number, if it has one already."""
         entry = Entry(self, self._reserved if index is None else index)
         self._reserved += 1
-        if self._ordered:
+        if self._ordered and not self._closed:
             self._entries.append(entry)
         return entry
 
     def _filled(self, entry: Entry[T]) -> None:
-        if not self._ordered:
+        if not self._ordered and not self._closed:
             self._entries.append(entry)
         if self._ready:
             self._wake()
@@ -118,13 +123,18 @@ class ReorderBuffer(Generic[T]):
             await self._wait()
         entry = self._entries.popleft()
         if entry.error is not None:
-            self._entries.clear()  # what has overtaken the failed one
-            self._closed = True
+            self.abandon()  # what has overtaken the failed one
         elif self._on_take is not None:
             self._on_take()
         if self._ready or self._closed:
             self._wake()
         return entry
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Let go of what is here and of what may still come: nothing does, or the failure ``error``."""
+        self._entries.clear()
+        self._closed = False
+        self.close(error)
 
     async def _wait(self) -> None:
         event = anyio.Event()

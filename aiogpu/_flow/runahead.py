@@ -8,11 +8,13 @@ and an old one is awaited before the next step.
 from __future__ import annotations
 
 from collections import deque
+from typing import cast
 
 import anyio
 
 from .._engine import Engine
 from .._errors import fresh
+from .._loops import DoorClosed, current_token
 from .._runtime import current_runtime
 from .._tasks import current_task
 
@@ -31,18 +33,28 @@ class _Mark:
             event = driver.record(stream)
         except Exception as error:
             raise engine.blame(error) from error.__cause__
-        self.point = current_runtime().watch(engine, stream, event, self._done)
+        runtime = current_runtime()
+        self._door = runtime.reactor.door
+        self.point = runtime.watch(engine, stream, event, self._done)
 
     def _done(self, error: BaseException | None) -> None:
         self.error = error
-        if self.reached is not None:
+        if self.reached is None:
+            return
+        if current_token() is self._door.token:
             self.reached.set()
+        else:  # the runtime has been left before us: this is the notifier's thread
+            try:
+                self._door.post(self.reached.set)
+            except DoorClosed:
+                pass
 
     async def wait(self) -> None:
+        # First say that somebody waits, then look: the point is done first, then looks who waits.
+        if self.reached is None and not self.point.done:
+            self.reached = anyio.Event()
         if not self.point.done:
-            if self.reached is None:
-                self.reached = anyio.Event()
-            await self.reached.wait()
+            await cast(anyio.Event, self.reached).wait()
 
 
 class RunAhead:

@@ -88,9 +88,18 @@ def open_source(
 ) -> Source[T]:
     """``source``, read ahead by ``credits`` items. ``stateful``: with its state after each of them."""
     kind = type(source).__qualname__
-    if isinstance(source, AsyncIterable) or hasattr(type(source), "__aenter__"):
+    if _is_async(source):
         return _AsyncSource(cast(AsyncIterable[T], source), credits, kind, blame, stateful)
-    return _ThreadSource(source, credits, kind, blame, stateful)
+    return _ThreadSource(cast(Iterable[T], source), credits, kind, blame, stateful)
+
+
+def _is_async(source: Any) -> bool:
+    """What can be iterated either way is read in a thread: the async way of a progress bar, for example, only
+    wraps the sync one, and would block the loop. (``iterable_awaitable``: tqdm's, around an async source.)"""
+    kind = type(source)
+    if hasattr(kind, "__iter__") and not getattr(source, "iterable_awaitable", False):
+        return False
+    return hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__")
 
 
 def _state(source: Any) -> Any:

@@ -90,6 +90,7 @@ class Stage(abc.ABC):
             # After the lanes have ended: behind all that they have reserved.
             self.outbox.close(self._failure)
             self._failure = None
+            self.inbox.abandon()
 
     async def _guard(self, lane: Callable[[], Awaitable[None]]) -> None:
         if not self.recipe.device_lanes:

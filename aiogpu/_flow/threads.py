@@ -105,7 +105,8 @@ async def in_thread(
     try:
         return await run_sync(call, limiter=limiter, abandon_on_cancel=True)
     except BaseException as error:
-        if call.ended and error is call.error:
+        # A coroutine cannot raise a StopIteration: Python makes a RuntimeError of it.
+        if call.ended and call.error is not None and (error is call.error or error.__cause__ is call.error):
             call.error = None
             raise
         call.withdrawn = True

@@ -10,15 +10,32 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
+from typing import Any
 
 import anyio
-import anyio.abc
 
+from .._loops import Door
+from .._runtime import current_runtime
 from .answers import Answer, Message, Receive, Scope, Send, respond
 
 __all__ = ["Exchange", "note"]
 
 log = logging.getLogger("aiogpu.asgi")
+
+
+class _Watch:
+    """The task that waits for the disconnect. Not one of a task group's: those cost five times as much."""
+
+    __slots__ = ("cancel", "door", "over")
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.over = door.waiter()
+        self.cancel: Callable[[], object]
+
+    def ended(self) -> None:
+        self.door.settle(self.over, None)
 
 
 class Exchange:
@@ -29,6 +46,9 @@ class Exchange:
     disconnect can come: the watch reads, and the application waits for what the watch has. A request
     that declares no body is watched at once (its endpoint may never read): the one message that
     may come first is held for the application.
+
+    The watch is a task, which costs as much as a small request. It is started when the application
+    suspends, for before that nothing can come; many never do.
     """
 
     def __init__(
@@ -39,8 +59,10 @@ class Exchange:
         self._receive = receive
         self._explain = explain
         self._born = time.monotonic()
-        self._group: anyio.abc.TaskGroup | None = None
-        self._watching = False
+        self._cancel_scope: anyio.CancelScope | None = None  # the application's, while it is open
+        self._watching = False  # what comes next is the watch's, once it is there
+        self._watch: _Watch | None = None  # it is there
+        self._reading = self._stepping = False  # the application is
         self._held: Message | None = None
         self._changed: anyio.Event | None = None
         self.gone: Message | None = None
@@ -54,17 +76,33 @@ class Exchange:
         """Seconds since the request came in."""
         return time.monotonic() - self._born
 
-    def open(self, group: anyio.abc.TaskGroup) -> None:
-        self._group = group
-        if not _declares_body(self.scope["headers"]):
-            self._watch()
+    def open(self, scope: anyio.CancelScope) -> None:
+        """The application is about to run within ``scope``, which a disconnect cancels."""
+        self._cancel_scope = scope
+        self._watching = not _declares_body(self.scope["headers"])
+
+    def step(self, step: Callable[[Any], Any], value: Any) -> Any:
+        """Make one step of the application."""
+        self._stepping = True
+        try:
+            yielded = step(value)
+        finally:
+            self._stepping = False
+        self._watch_if_due()
+        return yielded
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and self._watching:
-            self._watching = False
-            group.cancel_scope.cancel()
+        """It has ended. The watch ends soon, too."""
+        self._cancel_scope = None
+        self._watching = False
+        if self._watch is not None:
+            self._watch.cancel()
             self._wake()  # whoever the application has left behind asks the server itself
+
+    async def unwatched(self) -> None:
+        """Wait until nobody of ours asks the server any more."""
+        if self._watch is not None:
+            await self._watch.door.park(self._watch.over)
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -75,26 +113,34 @@ class Exchange:
                 return message
             if self.gone is not None:
                 return self.gone
-            if not self._watching:
+            if self._watch is None or not self._watching:
                 break
             self._changed = self._changed or anyio.Event()
             await self._changed.wait()
-        message = await self._receive()
-        self._look_at(message)
-        return message
+        self._reading = True
+        try:
+            message = await self._receive()
+            self._look_at(message)
+            return message
+        finally:
+            self._reading = False
+            self._watch_if_due()
 
     def _look_at(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
+            self._watching = False
             self.gone = message
-            if not self.complete and self._group is not None:
-                self._group.cancel_scope.cancel()
-        elif not message.get("more_body", False) and self._group is not None:
-            self._watch()
+            if not self.complete and self._cancel_scope is not None:
+                self._cancel_scope.cancel()
+        else:  # with more to come it is not the watch's to read (HTTP/2 declares nothing)
+            self._watching = not message.get("more_body", False) and self._cancel_scope is not None
 
-    def _watch(self) -> None:
-        if not self._watching and self._group is not None:
-            self._watching = True
-            self._group.start_soon(self._wait_for_disconnect)
+    def _watch_if_due(self) -> None:
+        # Not only where the application suspends: a task that it has started may read, while it waits.
+        if self._watching and self._watch is None and not self._reading and not self._stepping:
+            door = current_runtime().reactor.door
+            self._watch = watch = _Watch(door)
+            watch.cancel = door.spawn(self._wait_for_disconnect, copy_context(), watch.ended)
 
     async def _wait_for_disconnect(self) -> None:
         while self._watching:
@@ -103,13 +149,11 @@ class Exchange:
             except Exception:  # the application shall meet it, when it asks
                 self._watching = False
             else:
-                if message["type"] == "http.disconnect":
-                    self._watching = False
-                    self._look_at(message)
-                else:
+                self._look_at(message)
+                if self.gone is None:
                     self._held = message
-                    self._watching = not message.get("more_body", False)  # else not ours to read (HTTP/2)
             self._wake()
+        self._watch = None
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, None

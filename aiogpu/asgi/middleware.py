@@ -16,6 +16,7 @@ from .._decorator import task
 from .._emit import emit, request_observers
 from .._engine import Engine, normalize
 from .._runtime import Runtime, current_runtime
+from .._stepwise import stepwise
 from .answers import Answer, App, Message, Receive, Scope, Send, explain, refuse_websocket, respond
 from .exchange import Exchange, note
 from .gate import Gate
@@ -133,13 +134,15 @@ class StreamMiddleware:
             return
         exchange = Exchange(scope, receive, send, self._explain)
         with self._gate:
-            async with anyio.create_task_group() as group:  # ended by the client's disconnect
-                exchange.open(group)
+            with anyio.CancelScope() as ended_by_disconnect:
+                exchange.open(ended_by_disconnect)
                 try:
-                    await self._call(scope, exchange.receive, exchange.send)
-                except Exception as raised:  # not through the group, which would wrap it
+                    await stepwise(self._call(scope, exchange.receive, exchange.send), exchange.step)
+                except Exception as raised:
                     exchange.error = raised
-                exchange.close()
+                finally:
+                    exchange.close()
+                await exchange.unwatched()
         try:
             await self._conclude(exchange)
         finally:
@@ -186,23 +189,31 @@ class StreamMiddleware:
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._gate.refusal()
-        accepted = False
+        accepted = over = False
+
+        async def heard() -> Message:
+            nonlocal over
+            message = await receive()
+            over = over or message["type"] == "websocket.disconnect"
+            return message
 
         async def tracked(message: Message) -> None:
-            nonlocal accepted
+            nonlocal accepted, over
             accepted = accepted or message["type"] == "websocket.accept"
+            over = over or message["type"] in ("websocket.close", "websocket.http.response.start")
             await send(message)
 
         if answer is None:
             try:
                 with self._gate:
-                    await self._call(scope, receive, tracked)
+                    await self._call(scope, heard, tracked)
                 return
             except Exception as error:
                 answer = self._explain(error)
                 if answer is None:
                     raise
-        await refuse_websocket(scope, send, answer, accepted)
+        if not over:  # else there is nobody to be told, and servers take a second end for a mistake
+            await refuse_websocket(scope, send, answer, accepted)
 
     # -- what is said ------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class Driver(abc.ABC):
         return False
 
     def capturing(self) -> bool:
-        """Is the calling thread's current stream being captured into a graph?"""
+        """Is the calling thread's current stream being captured into a graph? Never raises."""
         return False
 
     @contextmanager

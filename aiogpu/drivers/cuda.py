@@ -130,6 +130,7 @@ class CudaDriver(Driver):
         self._notify_streams: list[Stream] = []
         self._opening = threading.Lock()
         self.entries, self.missing = self._find_entries()
+        self.enter_thread()  # once more: now it is known how to leave other threads' captures alone
         if wake == "callback" and self.entries is None:
             raise RuntimeError(f"host callbacks are not available: {self.missing}")
         self._waiters = _WaiterThreads(self) if wake == "thread" or not self.entries else None
@@ -331,7 +332,12 @@ class CudaDriver(Driver):
             tensor.record_stream(stream.native)
 
     def capturing(self) -> bool:
-        return bool(_capturing())
+        try:
+            return bool(_capturing())
+        except RuntimeError as error:
+            # A lost device captures nothing, and tells whoever submits to it next. Otherwise this is the
+            # legacy stream, and a blocking stream is being captured: nothing may be put behind that now.
+            return not self.lost(error)
 
     def relaxed(self) -> Any:
         if self.entries is None:
@@ -363,7 +369,8 @@ class CudaDriver(Driver):
             return None
 
     def empty_result_cache(self) -> int:
-        return host_allocator.drop_cache()
+        with self.relaxed():  # torch asks events there
+            return host_allocator.drop_cache()
 
     def near_cpus(self) -> frozenset[int]:
         found: Any = torch.cuda.get_device_properties(self.device)

@@ -19,7 +19,8 @@ def register_in_pieces() -> None:
 
     Page-locking one large block stops every other thread's launches while it lasts: 230 ms for 512 MiB
     with cudaHostAlloc, 50 ms for 1000 MiB this way, and it is three times faster. Users who configure
-    torch's allocator themselves have decided.
+    torch's allocator themselves, in the environment or by a call, have decided: each call puts some of what
+    it leaves out (the limit on splitting blocks) back to its default (``c10/core/AllocatorConfig.cpp``).
     """
     configured = {
         "PYTORCH_CUDA_ALLOC_CONF",
@@ -27,7 +28,8 @@ def register_in_pieces() -> None:
         "PYTORCH_HIP_ALLOC_CONF",
     } & os.environ.keys()
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if configure is not None and not configured:
+    settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    if configure is not None and not configured and not settings():
         try:
             configure("pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
         except (RuntimeError, ValueError):  # a torch that does not know the settings

@@ -107,6 +107,7 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
     """
     runtime = current_runtime()
     _check_dtype("to_device", dtype)
+    _refuse_operation("to_device", data)
     where = _device(runtime, device)
     engine = runtime.engine_now(where)
     _refuse_capture("to_device", engine)
@@ -168,6 +169,7 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
     """
     runtime = current_runtime()
     _check_dtype("to_host", dtype)
+    _refuse_operation("to_host", data)
     tree, more = _begin(runtime, data, "to_host", dtype, whole=out is not None)
     engine, on_cpu = _source_engine(runtime, tree)
     _refuse_capture("to_host", engine)
@@ -373,6 +375,11 @@ def _begin(
             pass
         more = None
     return tree, more
+
+
+def _refuse_operation(verb: str, data: Any) -> None:
+    if isinstance(data, Operation):
+        raise TypeError(f"{verb}() was given an operation, not its result: {verb}(await ...)")
 
 
 def _check_dtype(verb: str, dtype: Any) -> None:

@@ -187,7 +187,7 @@ class Download(Job):
             self.land_lane(engine, lane, self._finish([*hosts, *arrays], movers))
 
     def _staged(self, engine: Engine, caller: Stream) -> None:
-        with self.lane(engine, engine.downloads) as lane:
+        with self.lane(engine, engine.chunked) as lane:
             movers = self._move_movers(engine, caller)
             hosts = []
             with engine.driver.on(lane.stream):

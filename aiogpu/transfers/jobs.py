@@ -150,7 +150,10 @@ class Job:
             except BaseException as error:
                 self.fail(engine, error)
 
-        (engine.staging if engine is not None else starter()).submit(job)
+        try:
+            (engine.staging if engine is not None else starter()).submit(job)
+        except RuntimeError as error:  # the interpreter is exiting, or has no thread to give
+            self.fail(engine, error)
 
     def fail(self, engine: Engine | None, error: BaseException) -> None:
         if self._in_custody:

@@ -199,6 +199,7 @@ class PeerCopy(Job):
             stack.callback(lambda: self.origins.leave(engine.device, lane.tail))
             if known is None:
                 self.target.follow(engine.driver, lane.stream)
+            stack.enter_context(engine.driver.on(lane.stream))  # what is current now is so again afterwards
             self.origins.enter(engine, lane.stream, stack)
             engine.driver.copy(self.dst, self.src, lane.stream)
             self.land_lane(engine, lane, None, self.dst)

@@ -39,7 +39,7 @@ class StagingMemory:
         """A block, or ``None`` (and one warning) when the system gives no page-locked memory."""
         try:
             block = self._driver.pinned(nbytes, self._touch)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, MemoryError) as error:  # the driver says no, or there are no pages
             self.failures += 1
             self._warn(nbytes, error)
             return None
@@ -53,7 +53,7 @@ class StagingMemory:
     def _touch(self, block: torch.Tensor) -> None:
         self._crew.each(touching(block, _TOUCH_BYTES))
 
-    def _warn(self, nbytes: int, error: RuntimeError) -> None:
+    def _warn(self, nbytes: int, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             message = (

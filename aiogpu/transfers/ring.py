@@ -233,25 +233,27 @@ class Ring:
         """Page-lock chunks until there are ``nbytes`` of them (``None``: all); returns how many bytes there
         are. Worker threads only."""
         wanted = self.limit if nbytes is None else min(self.limit, -(-nbytes // max(1, self.nbytes)))
-        while True:
-            with self._lock:
-                if self.count >= wanted:
+        with self._driver.relaxed():  # not every thread of ours belongs to an engine
+            while True:
+                with self._lock:
+                    if self.count >= wanted:
+                        break
+                    self.count += 1
+                if not self._give_new():
                     break
-                self.count += 1
-            if not self._give_new():
-                break
         return self.allocated_bytes
 
     def trim(self) -> int:
         """Give all free chunks back to the system; returns how many bytes that were. Worker threads only."""
-        with self._lock:
-            for flight in [flight for flight in self._flights if self._driver.query(flight.event)]:
-                self._land(flight)
-            freed, self._free = self._free, []
-            self.count -= len(freed)
-            self._serve()  # there is room to grow again
-        for chunk in freed:
-            self._memory.free(chunk)
+        with self._driver.relaxed():
+            with self._lock:
+                for flight in [flight for flight in self._flights if self._driver.query(flight.event)]:
+                    self._land(flight)
+                self._serve()  # those who wait come first
+                freed, self._free = self._free, []
+                self.count -= len(freed)
+            for chunk in freed:
+                self._memory.free(chunk)
         return len(freed) * self.nbytes
 
     @property

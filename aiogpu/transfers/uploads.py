@@ -127,8 +127,9 @@ class Upload(Job):
     def _run_large(self, known: Engine | None, caller: Stream | None) -> None:
         engine = known or self.runtime.engine_blocking(self.device)
         caller = caller or self.callers_stream(engine)
-        # One that waits for a source on another device may hold others up: not among the uploads' streams.
-        pool = engine.downloads if self.origins else engine.uploads
+        # One that waits for a source on another device, or for the caller's stream, may hold others up: not
+        # among the uploads' streams.
+        pool = engine.downloads if self.origins or self.plan.movers else engine.uploads
         with self.lane(engine, pool) as lane, ExitStack() as outside:
             outside.callback(lambda: self.origins.leave(engine.device, lane.tail))
             moved_movers = self._move_movers(engine, caller)
@@ -201,7 +202,8 @@ class Upload(Job):
         """The result, around memory that the device has yet to fill. What a subclass of users' computes when
         it is put together is computed behind the copies: the current stream is theirs."""
         value = self.plan.rebuild(moved, moved_movers)
-        if self.plan.wraps:  # and what it has computed is new memory, too
+        # What these have computed, or allocated, is new memory, too.
+        if (self.plan.wraps or moved_movers) and not engine.driver.eager:
             moved = [*moved, *(t for t in tensors_of(value) if t.device == engine.device)]
         self.operation.moved(engine.driver, moved, homes)
         return value

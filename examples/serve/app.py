@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import anyio
 import fastapi
 import numpy as np
 import torch
@@ -212,7 +213,10 @@ class Server(uvicorn.Server):
     async def _finish(self) -> None:
         logging.getLogger("uvicorn.error").info("Draining: %d requests in flight", self._app.in_flight)
         await asyncio.sleep(self._pause)
-        await self._app.idle()
+        # As long again, uvicorn waits; what has not ended then is cancelled: a client that hardly reads
+        # its text must not keep the service from ending.
+        with anyio.move_on_after(self.config.timeout_graceful_shutdown):
+            await self._app.idle()
         self.should_exit = True
 
 
@@ -220,9 +224,10 @@ def server(app: aiogpu.asgi.StreamMiddleware, host: str, port: int, pause: float
     """A server for the running loop: `await server(...).serve()`."""
     config = uvicorn.Config(
         app, host=host, port=port, access_log=False,
-        # Untrusted clients: idle connections are closed, there is a limit to how many there are, and
-        # to the size of their headers (h11's own, 64 KB).
-        timeout_keep_alive=30, limit_concurrency=4096, timeout_graceful_shutdown=10,
+        # Untrusted clients: there is a limit to how many connections there are, and those that have had
+        # an answer are closed when they are idle. h11 has a limit to the size of headers (64 KB), the
+        # faster httptools has none. Connections that never ask for anything are a proxy's to close.
+        http="h11", timeout_keep_alive=30, limit_concurrency=4096, timeout_graceful_shutdown=10,
     )  # fmt: skip
     return Server(config, app, pause)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -33,6 +34,8 @@ from limits import Refused, digits_from_bytes, wish
 from model import cache_folder
 
 SERVICE = "aiogpu.Digits"
+
+log = logging.getLogger("aiogpu.serve")
 
 #: What a client is told, instead of an exception's text.
 CODES: dict[type[BaseException], tuple[grpc.StatusCode, str]] = {
@@ -57,6 +60,9 @@ def told(handler: Handler) -> Handler:
         except tuple(CODES) as error:
             code, reason = next(CODES[kind] for kind in CODES if isinstance(error, kind))
             await context.abort(code, reason)
+        except Exception:  # gRPC would tell the client its text
+            log.exception("a call has failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
     return wrapper
 
