@@ -333,7 +333,10 @@ class Reactor:
     # -- the end -----------------------------------------------------------------------------------
 
     def abandon(self) -> list[Point]:
-        """The loop is closed, or no longer ours: hand what is still in flight to the notifier."""
+        """The loop is closed, or no longer ours: hand what is still in flight to the notifier.
+
+        Returns those points that were waited for in vain; not those that a thread has only just handed in.
+        """
         self._abandoned = True
         points: list[Point] = []
         for lane in list(self._lanes.values()):
@@ -343,14 +346,15 @@ class Reactor:
                 point.callback = partial(_and_disarm, lane.engine.driver, token, point.callback)
             while lane.points:
                 points.append(lane.points.popleft())
+        late: list[Point] = []
         while self.inbox:
             try:
-                points.append(self.inbox.popleft()[2])
+                late.append(self.inbox.popleft()[2])
             except IndexError:
                 break
         self.pending = 0
         self.sleeping = False
-        self.orphan(points)
+        self.orphan(points + late)
         return points
 
     def orphan(self, points: list[Point]) -> None:

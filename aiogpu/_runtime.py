@@ -196,7 +196,7 @@ class Runtime:
         deadline = time.monotonic() + self.grace
         pause = 0.0
         # Not an event that the last point sets: work may still be on its way from worker threads.
-        while (reactor.pending or reactor.operations) and time.monotonic() < deadline:
+        while (reactor.pending or reactor.inbox or reactor.operations) and time.monotonic() < deadline:
             await anyio.sleep(pause)
             pause = min(0.01, pause + 0.0005)
 

@@ -433,3 +433,33 @@ def test_the_virtual_device_leaves_no_trace():
         assert isinstance(device, VirtualDevice)
         assert _engine.find_engine(torch.device("cpu")).driver is device
     assert dict(_engine._engines) == before
+
+
+def test_a_point_that_a_thread_hands_in_at_the_very_end_is_no_reason_to_warn(
+    run, vd, monkeypatch, until, blocking_until
+):
+    """Nobody has waited for it: it comes between the last look at what is pending and the end."""
+    close = _runtime.Runtime._close
+    done = []
+
+    def late(self):
+        if not self.closed:
+            engine = _engine.find_engine(torch.device("cpu"))
+            stream = engine.compute.streams()[0]
+            thread = threading.Thread(
+                target=lambda: done.append(self.watch(engine, stream, vd.record(stream)))
+            )
+            thread.start()
+            thread.join()
+        close(self)
+
+    monkeypatch.setattr(_runtime.Runtime, "_close", late)
+
+    async def main():
+        operation = aiogpu.to_device(torch.ones(1))
+        await until(lambda: vd.run_all() or operation.done())
+        await operation
+
+    run(main)
+    vd.run_all()
+    blocking_until(lambda: done[0].done)
