@@ -8,7 +8,8 @@
 * A loss that is not finite stops training with the number of the step in which it happened.
 * Evaluation runs beside training, on a copy of the weights and a stream of its own.
 * Checkpoints are exact for the step they name, and written in the background; Ctrl-C writes one more.
-* `--resume` goes on from the latest one: the same numbers, bit for bit, as without the interruption.
+* `--resume` goes on from the latest one: the same numbers, bit for bit, as without the interruption (on the
+  CPU, with as many threads as before).
 
 Two kinds of data: scikit-learn's handwritten digits, and images of CIFAR's shape that are made on the fly.
 """

@@ -25,8 +25,26 @@ STEPS = 25
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    yield importlib.import_module("train")
+    train = importlib.import_module("train")
+    for kind, method in ((train.Training, "learn"), (train.Evaluation, "_hits")):
+        monkeypatch.setattr(kind, method, on_one_core(getattr(kind, method)))
+    yield train
     torch.use_deterministic_algorithms(False)
+
+
+def on_one_core(fn: Any) -> Any:
+    """Bits depend on the number of threads, which each worker thread keeps as it was when torch first ran in
+    it; and some of this process have worked for other tests."""
+
+    def alone(*args: Any) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return fn(*args)
+        finally:
+            torch.set_num_threads(before)
+
+    return alone
 
 
 def options(**changes: Any) -> argparse.Namespace:
@@ -81,8 +99,9 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint_to_go_on_from(example, tmp_path):
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     command = [sys.executable, "-W", "error", "examples/train.py", "--plain", "--device", "cpu"]
     command += ["--steps", "1000000", "--checkpoints", str(tmp_path), "--checkpoint-every", "1000000"]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
         # In the background of a shell that has no job control, children ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:  # fmt: skip
