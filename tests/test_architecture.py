@@ -69,7 +69,7 @@ LEVELS = [
     ["transfers.crew"],
     ["drivers.cuda", "drivers.cpu"],
     ["drivers.base", "_workers", "_loops", "_torchstate", "_errors", "transfers.tree"],
-    ["_settings", "_emit", "_stepwise", "transfers.inflight"],
+    ["_settings", "_emit", "_stepwise", "transfers.inflight", "drivers.cuda_entries"],
     ["transfers.strangers"],
     ["transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],
@@ -189,8 +189,8 @@ def test_nothing_imports_observe(path):
 
 #: Where outside things may be imported at run time; every other file does without them.
 PLACES = {
-    "cuda": {"drivers.cuda"},
-    "ctypes": {"drivers.cuda", "drivers.hostmem", "_notifier", "transfers.crew"},
+    "cuda": {"drivers.cuda_entries"},
+    "ctypes": {"drivers.cuda", "drivers.cuda_entries", "drivers.hostmem", "_notifier", "transfers.crew"},
     "asyncio": {"_loops"},
     "trio": {"_loops"},
     "uvloop": set(),

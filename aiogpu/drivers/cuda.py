@@ -3,7 +3,7 @@
 Law of this file: everything that orders compute or copies goes through torch's own events and streams,
 so that torch's sanitizer and profiler see it. The driver API is used for what torch lacks: streams of
 our own (torch hands out 32 per priority, then the same ones again), the host callback, and the thread's
-capture mode. Raw driver handles and ``cuda.bindings`` appear in this file alone.
+capture mode. Its entries are in ``cuda_entries``.
 
 The host callback is libc's ``sem_post`` (see :mod:`aiogpu._notifier`), enqueued through the driver's own
 entry pointer: cuda-bindings before 13.5 wraps every host callback, a C function too, in a GIL
@@ -24,6 +24,7 @@ import torch
 
 from . import host_allocator
 from .base import Driver, Event, Signal, Stream, StreamKind
+from .cuda_entries import RELAXED, Entries, Relaxed
 from .hostmem import cpus_near, pages
 
 __all__ = ["CudaDriver"]
@@ -55,51 +56,11 @@ _query: Any = getattr(_EventBase, "query", None)
 #: Notification streams opened at once: one for each stream that is waited for while its loop sleeps.
 _NOTIFY_STREAMS = 32
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BLOCKING, _NON_BLOCKING = 0, 1  # CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device's context
 
-
-class _Entries:
-    """The driver entries that torch does not offer, as C functions that release the GIL."""
-
-    def __init__(self) -> None:
-        from cuda.bindings import driver
-
-        def entry(name: str, *arguments: Any) -> Any:
-            error, pointer, *_ = driver.cuGetProcAddress(name.encode(), 12000, 0)
-            if int(error) != 0 or not int(pointer):
-                raise RuntimeError(f"the CUDA driver has no entry {name} (error {int(error)})")
-            return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(pointer))
-
-        pointer = ctypes.c_void_p
-        self.launch_host_func = entry("cuLaunchHostFunc", pointer, pointer, pointer)
-        self.create_stream = entry("cuStreamCreateWithPriority", pointer, ctypes.c_uint, ctypes.c_int)
-        self.exchange_mode = entry("cuThreadExchangeStreamCaptureMode", pointer)
-        # Not torch's cudaHostRegister: a failed one would stay behind as the runtime's "last error", which
-        # torch reports at this thread's next kernel.
-        self.register = entry("cuMemHostRegister", pointer, ctypes.c_size_t, ctypes.c_uint)
-        self.unregister = entry("cuMemHostUnregister", pointer)
-
-
-class _Relaxed:
-    """The calling thread's capture mode is relaxed within the block.
-
-    One event query or pinned allocation anywhere in the process kills a capture that another thread
-    runs in CUDA's global mode (torch's default), unless the querying thread is in relaxed mode.
-    """
-
-    __slots__ = ("_exchange", "_mode")
-
-    def __init__(self, exchange: Callable[[Any], int]) -> None:
-        self._exchange = exchange
-        self._mode = ctypes.c_int(_RELAXED)
-
-    def __enter__(self) -> None:
-        self._exchange(ctypes.byref(self._mode))
-
-    def __exit__(self, *_: object) -> None:
-        self._exchange(ctypes.byref(self._mode))
+#: Page-locked memory by address: registered with the process, whichever driver did it.
+_registered: dict[int, torch.Tensor] = {}
 
 
 class _Everywhere:
@@ -146,9 +107,9 @@ class CudaDriver(Driver):
             self.restore = self._restore_many  # type: ignore[method-assign]
 
     @staticmethod
-    def _find_entries() -> tuple[_Entries | None, str]:
+    def _find_entries() -> tuple[Entries | None, str]:
         try:
-            return _Entries(), ""
+            return Entries(), ""
         except Exception as error:  # no cuda-python, a version that does not fit, ROCm
             return None, f"{type(error).__name__}: {error}"
 
@@ -160,7 +121,7 @@ class CudaDriver(Driver):
             native: torch.cuda.Stream = torch.cuda.Stream(self.device, priority=priority)
         else:
             handle = ctypes.c_void_p()
-            with torch.cuda.device(self.device):  # raw driver calls need a current context
+            with self.entries.context():
                 code = self.entries.create_stream(ctypes.byref(handle), flags, priority)
             if code != 0:
                 raise RuntimeError(f"cuStreamCreateWithPriority failed with CUDA error {code}")
@@ -243,15 +204,19 @@ class CudaDriver(Driver):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         block = pages(nbytes)
         (touch or torch.Tensor.zero_)(block)
-        with torch.cuda.device(self.device):  # raw driver calls need a current context
+        with self.entries.context():
             code = self.entries.register(block.data_ptr(), nbytes, _PORTABLE)
         if code != 0:
             raise RuntimeError(f"cuMemHostRegister failed with CUDA error {code}")
+        # Kept until it is unregistered: memory that went back to the system registered would be taken for
+        # page-locked when something else lies there.
+        _registered[block.data_ptr()] = block
         return block
 
     def unpin(self, block: torch.Tensor) -> None:
-        if self.entries is not None:
-            with torch.cuda.device(self.device):
+        if _registered.pop(block.data_ptr(), None) is not None:
+            assert self.entries is not None
+            with self.entries.context():
                 self.entries.unregister(block.data_ptr())
 
     def close(self) -> None:
@@ -342,13 +307,13 @@ class CudaDriver(Driver):
     def relaxed(self) -> Any:
         if self.entries is None:
             return _NOTHING
-        return _Relaxed(self.entries.exchange_mode)
+        return Relaxed(self.entries.exchange_mode)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
         entries = getattr(self, "entries", None)
         if entries is not None:
-            entries.exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+            entries.exchange_mode(ctypes.byref(ctypes.c_int(RELAXED)))
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()

@@ -216,6 +216,7 @@ def test_memory_is_flat_and_a_real_shortage_halves_the_batch(run: Loop) -> None:
 
 @needs_compiler
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # the compiler has many, about itself and about precision
 def test_a_compiled_model_with_cuda_graphs_sees_one_thread_and_right_inputs(run_asyncio: Loop) -> None:
     """C61: with ``sizes`` each shape is captured once; outputs are cloned: the next replay writes them."""
     model = (
