@@ -32,6 +32,7 @@ A map of the house, from the front door down; calls go down, completions come up
     _notifier                the thread that a driver's callbacks wake
     _loops, _farewells       the door into asyncio and trio; what is closed before it is
     _torchstate              torch's thread-local modes, made task-local
+    _torchmodes              each of these modes: reading, writing, comparing
     drivers/                 the contract with a device; CUDA and CPU
     _emit                    what observers are told
     _stepwise                a coroutine, step by step

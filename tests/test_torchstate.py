@@ -798,10 +798,10 @@ def test_a_worker_gets_settings_that_no_step_looks_for() -> None:
 def test_scrub_knows_torchs_defaults_when_first_asked_inside_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from aiogpu import _torchstate
+    from aiogpu import _torchmodes, _torchstate
 
     monkeypatch.setattr(_torchstate, "_defaults", None)
-    _torchstate._default_autocast.cache_clear()
+    _torchmodes.default_autocast.cache_clear()
     with raw_autocast("cuda", torch.float64):
 
         def job() -> Seen:
