@@ -29,7 +29,8 @@ A map of the house, from the front door down; calls go down, completions come up
     _engine                  one per device and process: streams, memory, threads, lost or not
     _streams, _workers       stream leases; own threads
     _reactor                 completions in, wake-ups out: poll while busy, interrupt when idle
-    _notifier                the thread that a driver's callbacks wake
+    _selfpipe                the way from a driver's callback into a sleeping loop
+    _notifier                the watchdog: a thread that looks when nobody calls
     _loops, _farewells       the door into asyncio and trio; what is closed before it is
     _torchstate              torch's thread-local modes, made task-local
     _torchmodes              each of these modes: reading, writing, comparing

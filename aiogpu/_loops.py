@@ -78,6 +78,15 @@ class Door(abc.ABC):
         Raises ``RuntimeError`` when the loop takes none any more."""
 
     @abc.abstractmethod
+    def on_readable(
+        self, fd: int, fn: Callable[[], object], over: Callable[[], object]
+    ) -> Callable[[], None]:
+        """From now on call ``fn``, which empties ``fd``, on the loop's thread whenever ``fd`` can be read.
+
+        Returns what ends that; ``over`` is called when it has. ``NotImplementedError`` where the loop cannot.
+        """
+
+    @abc.abstractmethod
     async def checkpoint(self) -> None:
         """Let others run, and notice a cancellation."""
 
@@ -134,6 +143,18 @@ class AsyncioDoor(Door):
         task.add_done_callback(lambda _: over(), context=self.context)
         return task.cancel
 
+    def on_readable(
+        self, fd: int, fn: Callable[[], object], over: Callable[[], object]
+    ) -> Callable[[], None]:
+        self.context.run(self.token.add_reader, fd, fn)  # the handle copies the current context
+
+        def stop() -> None:
+            if not self.token.is_closed():
+                self.token.remove_reader(fd)
+            over()
+
+        return stop
+
     async def checkpoint(self) -> None:
         await asyncio.sleep(0)
 
@@ -180,6 +201,7 @@ class TrioDoor(Door):
         self._pump_parked: trio.lowlevel.Task | None = None
         self._cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._closed = False
+        self._readers: set[trio.CancelScope] = set()
         trio.lowlevel.spawn_system_task(self._pump, name="aiogpu reactor", context=self.context)
 
     async def _pump(self) -> None:
@@ -208,6 +230,8 @@ class TrioDoor(Door):
                         self._closed = True
                         self._kick()
             self._closed = True
+            for scope in tuple(self._readers):
+                scope.cancel()
 
     async def _pump_until_closed(self) -> None:
         while not self._closed:
@@ -278,6 +302,26 @@ class TrioDoor(Door):
                 over()
 
         self._trio.lowlevel.spawn_system_task(run, name="aiogpu", context=context)
+        return scope.cancel
+
+    def on_readable(
+        self, fd: int, fn: Callable[[], object], over: Callable[[], object]
+    ) -> Callable[[], None]:
+        # Shielded: the cleanup, when all system tasks have been cancelled, still waits for the device.
+        scope = self._trio.CancelScope(shield=True)
+        self._readers.add(scope)
+
+        async def read() -> None:
+            try:
+                with scope:
+                    while not self._closed:
+                        await self._trio.lowlevel.wait_readable(fd)
+                        fn()
+            finally:
+                self._readers.discard(scope)
+                over()
+
+        self._trio.lowlevel.spawn_system_task(read, name="aiogpu wake-ups", context=self.context)
         return scope.cancel
 
     async def checkpoint(self) -> None:

@@ -1,10 +1,11 @@
-"""One thread that turns a driver's notifications into wake-ups of event loops, and asks when none comes.
+"""One thread that makes event loops look: when nobody has called, and where a driver cannot wake them itself.
 
 Law of this file: a notification is a hint. It says neither who completed nor whether anything did; it
-only makes loops look. The driver posts a libc semaphore: ``sem_post`` takes one pointer and returns, which
-is exactly a host function's shape, so the driver thread runs C and never wants the GIL. This thread sits
-in ``sem_wait`` with the GIL released. Every :data:`PERIOD` seconds it wakes sleeping loops even when
-nobody posted: after a device fault callbacks may never run.
+only makes loops look. Every :data:`PERIOD` seconds the thread wakes sleeping loops although nobody posted:
+after a device fault callbacks may never run. Loops without a pipe (see ``_selfpipe``) are woken by it alone:
+the driver posts a libc semaphore (``sem_post`` takes one pointer and returns, which is exactly a host
+function's shape, so the driver thread runs C and never wants the GIL), and this thread sits in ``sem_wait``
+with the GIL released.
 
 One thread for the process rather than one per device: with hints that name nobody, a second thread
 would wake the same loops.
@@ -50,8 +51,7 @@ class Orphan(Protocol):
 class ThreadSignal:
     """The semaphore where libc has none (macOS, Windows); posted from Python threads only."""
 
-    address = 0
-    sem_post = 0
+    function = argument = 0
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
@@ -68,7 +68,7 @@ class _Timespec(ctypes.Structure):
 
 
 class PosixSignal:
-    """A libc semaphore. ``sem_post(address)`` may be called by any thread, with or without Python."""
+    """A libc semaphore. ``function(argument)`` may be called by any thread, with or without Python."""
 
     def __init__(self) -> None:
         # CDLL functions release the GIL around the call. use_errno stays off: a timed-out wait and an
@@ -77,27 +77,27 @@ class PosixSignal:
         # 32 bytes in glibc on 64-bit machines; the memory must outlive every callback in flight, so
         # nobody frees it: the object is immortal (see Notifier).
         self._memory = ctypes.create_string_buffer(64)
-        self.address = ctypes.addressof(self._memory)
-        if libc.sem_init(ctypes.c_void_p(self.address), 0, 0) != 0:
+        self.argument = ctypes.addressof(self._memory)
+        self._semaphore = ctypes.c_void_p(self.argument)
+        if libc.sem_init(self._semaphore, 0, 0) != 0:
             raise OSError("sem_init failed")
         self._libc = libc
-        self._argument = ctypes.c_void_p(self.address)
-        self.sem_post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0
+        self.function = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0
         # sem_timedwait measures the wall clock, which may jump; glibc 2.30 has the monotonic one.
         self._clockwait = getattr(libc, "sem_clockwait", None)
 
     def post(self) -> None:
-        self._libc.sem_post(self._argument)
+        self._libc.sem_post(self._semaphore)
 
     def wait(self, timeout: float | None) -> bool:
         if timeout is None:
-            return bool(self._libc.sem_wait(self._argument) == 0)
+            return bool(self._libc.sem_wait(self._semaphore) == 0)
         clock = time.monotonic if self._clockwait else time.time
         deadline = clock() + timeout
         spec = _Timespec(int(deadline), int(deadline % 1 * 1e9))
         if self._clockwait:
-            return bool(self._clockwait(self._argument, 1, ctypes.byref(spec)) == 0)
-        return bool(self._libc.sem_timedwait(self._argument, ctypes.byref(spec)) == 0)
+            return bool(self._clockwait(self._semaphore, 1, ctypes.byref(spec)) == 0)
+        return bool(self._libc.sem_timedwait(self._semaphore, ctypes.byref(spec)) == 0)
 
 
 def _make_signal() -> PosixSignal | ThreadSignal:

@@ -6,8 +6,8 @@ asked. A wake-up is a hint, the event's status is the truth: nothing resolves be
 
 While points are pending, and until ``spin`` seconds after the last submission or completion, the reactor
 looks once per loop iteration, and other coroutines run in between: under load no callback is ever made.
-When it would go idle, it arms one notification per stream, for the head, and sleeps until the notifier
-posts a wake-up (Linux does the same for network cards, under the name NAPI).
+When it would go idle, it arms one notification per stream, for the head, and sleeps until one wakes the
+loop (Linux does the same for network cards, under the name NAPI).
 
     busy  --spin seconds without progress-->  sleeping  --notification or watchdog-->  busy
     busy  --nothing pending-->  off  --a new point-->  busy
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ._emit import emit, wakeup_observers
 from ._errors import DeviceLostError, fresh
 from ._loops import Door, DoorClosed
-from .drivers.base import Driver, Event, Stream
+from ._selfpipe import open_pipe
+from .drivers.base import Driver, Event, Signal, Stream
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -129,6 +130,8 @@ class Reactor:
         self._last_progress = 0.0
         self._posted = threading.Lock()  # held while a wake-up is on its way: one at a time
         self._woken_at: float | None = None  # for observers
+        #: What a driver's callback writes to, where the loop can read it.
+        self.pipe, self._stop_reading = open_pipe(door, self._awake)
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -301,12 +304,19 @@ class Reactor:
         # A lane whose armed point is not its head has none armed: heads leave through _disarm.
         point = lane.points[0]
         try:
-            token = lane.engine.driver.arm(point.event, lane.engine.signal)
+            token = lane.engine.driver.arm(point.event, self._signal(lane.engine))
         except Exception:
             return  # the watchdog's look will meet the same error, at a query
         if token is not None:
             self.notifications += 1
             lane.armed, lane.token = point, token
+
+    def _signal(self, engine: Engine) -> Signal:
+        """Straight into the loop. While somebody measures wake-ups, every 16th goes through the notifier's
+        thread, which can tell when it began; that takes one thread's waking up more."""
+        if self.pipe is None or (wakeup_observers and self.notifications % 16 == 0):
+            return engine.signal
+        return self.pipe
 
     def wake(self) -> None:
         """Somebody may have completed. From any thread; several calls make one look."""
@@ -323,9 +333,12 @@ class Reactor:
     def _on_wake(self) -> None:
         woken_at = self._woken_at
         self._posted.release()
-        self.sleeping = False
         if woken_at is not None:
             emit(wakeup_observers, perf_counter() - woken_at)
+        self._awake()
+
+    def _awake(self) -> None:
+        self.sleeping = False
         if self.pending and not self._busy:
             self._busy = True
             self._look()
@@ -337,6 +350,8 @@ class Reactor:
 
         Returns those points that were waited for in vain; not those that a thread has only just handed in.
         """
+        if not self._abandoned:
+            self._stop_reading()
         self._abandoned = True
         points: list[Point] = []
         for lane in list(self._lanes.values()):

@@ -53,7 +53,7 @@ async def synchronize(target: Any = None) -> None:
                     await operation._finished(task.runtime.reactor.door)
         else:
             runtime = current_runtime()
-            await _reach(runtime, await runtime.engine(None))
+            await _reach(runtime, runtime.engine_now(None) or await runtime.engine(None))
         return
     runtime = current_runtime()
     if isinstance(target, torch.device | str | int) and not isinstance(target, bool):

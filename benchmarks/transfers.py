@@ -2,7 +2,8 @@
 
 Every way copies the same bytes; all take turns within one size. A time is that of one transfer, from the call
 to the moment at which the data may be used (the blocking ways end with a synchronization). "In a row":
-several are started and then awaited, as a pipeline does it, so that waking up counts once.
+several (2 GB in all, but at most 32) are started and then awaited, as a pipeline does it, so that waking up
+counts once.
 
 On the CPU it runs as a check of itself, with small sizes and without verdicts.
 """
@@ -85,7 +86,7 @@ def questions(host: torch.Tensor, there: torch.Tensor) -> Iterator[tuple[str, di
     if CUDA:
         pinned = host.pin_memory()
         yield PINNED, {RAW: finished(to_device_soon), AIOGPU: aiogpu.to_device}, pinned
-        count = max(2, min(8, 2 * GB // max(1, host.nbytes)))
+        count = max(2, min(32 if CUDA else 8, 2 * GB // max(1, host.nbytes)))
         yield ROW_UP, {RAW: row_up(count), AIOGPU: in_a_row(aiogpu.to_device, count)}, pinned
         yield ROW_DOWN, {RAW: row_down(count, pinned), AIOGPU: in_a_row(aiogpu.to_host, count)}, there
 

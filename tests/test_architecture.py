@@ -64,6 +64,7 @@ LEVELS = [
     ["_engine"],
     ["_farewells", "_notifier", "_streams"],
     ["_reactor"],
+    ["_selfpipe"],
     ["transfers.ring"],
     ["transfers.pinned"],
     ["transfers.crew"],
@@ -73,7 +74,8 @@ LEVELS = [
     ["transfers.strangers"],
     ["transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],
-    ["transfers.layout", "drivers.hostmem", "drivers.host_allocator"],
+    ["transfers.segments"],
+    ["transfers.layout", "transfers.hostcopy", "drivers.hostmem", "drivers.host_allocator"],
 ]
 #: Packages whose front door holds nothing.
 EMPTY = {"_batching", "_flow", "transfers", "drivers", "observe"}
@@ -190,7 +192,7 @@ def test_nothing_imports_observe(path):
 #: Where outside things may be imported at run time; every other file does without them.
 PLACES = {
     "cuda": {"drivers.cuda_entries"},
-    "ctypes": {"drivers.cuda", "drivers.cuda_entries", "drivers.hostmem", "_notifier", "transfers.crew"},
+    "ctypes": {"drivers.cuda", "drivers.cuda_entries", "drivers.hostmem", "_notifier", "_selfpipe", "transfers.hostcopy"},
     "asyncio": {"_loops"},
     "trio": {"_loops"},
     "uvloop": set(),

@@ -89,10 +89,10 @@ def test_what_the_driver_calls_is_libcs_own_function():
     """C29, C34: nothing that runs on a driver thread is Python or waits for Python."""
     signal = PosixSignal()
     libc = ctypes.CDLL(None)
-    assert signal.sem_post == ctypes.cast(libc.sem_post, ctypes.c_void_p).value
+    assert signal.function == ctypes.cast(libc.sem_post, ctypes.c_void_p).value
     # One pointer argument: exactly what a host function gets. Called as C would call it.
-    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(signal.sem_post)
-    assert function(signal.address) == 0
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(signal.function)
+    assert function(signal.argument) == 0
     assert signal.wait(1)
 
 
@@ -192,6 +192,6 @@ def test_the_process_has_one_notifier(auto_vd):
 
 def test_the_signal_is_not_freed_while_the_process_lives(auto_vd):
     """A driver thread may post at any time, also after every engine is gone."""
-    address = _engine._notifier().signal.address
+    address = _engine._notifier().signal.argument
     with pytest.MonkeyPatch.context():
-        assert _engine._notifier().signal.address == address
+        assert _engine._notifier().signal.argument == address

@@ -35,7 +35,11 @@ Event = Any
 
 
 class Signal(Protocol):
-    """Where notifications go: a semaphore that a driver thread can post without Python."""
+    """Where notifications go. ``function(argument)``, addresses of a C function and of what it takes, does
+    the same as :meth:`post` on a thread without Python; 0 where there is none."""
+
+    function: int
+    argument: int
 
     def post(self) -> None: ...
 

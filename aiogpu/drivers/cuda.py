@@ -5,7 +5,7 @@ so that torch's sanitizer and profiler see it. The driver API is used for what t
 our own (torch hands out 32 per priority, then the same ones again), the host callback, and the thread's
 capture mode. Its entries are in ``cuda_entries``.
 
-The host callback is libc's ``sem_post`` (see :mod:`aiogpu._notifier`), enqueued through the driver's own
+The host callback is a function of libc's (see :mod:`aiogpu._selfpipe`), enqueued through the driver's own
 entry pointer: cuda-bindings before 13.5 wraps every host callback, a C function too, in a GIL
 acquisition; a stream then stands still for as long as any thread holds the GIL, and a thread that
 holds it while it waits for the driver's lock hangs the process.
@@ -163,8 +163,8 @@ class CudaDriver(Driver):
             assert self.entries is not None
             code = self.entries.launch_host_func(
                 stream.native.cuda_stream,
-                signal.sem_post,  # type: ignore[attr-defined]
-                signal.address,  # type: ignore[attr-defined]
+                signal.function,
+                signal.argument,
             )
             if code != 0:
                 # The watchdog looks anyway; a sticky error shows at its query.

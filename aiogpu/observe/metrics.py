@@ -56,7 +56,7 @@ class PrometheusMetrics:
     ``aiogpu_transfer_bytes_total``         what they have moved
     ``aiogpu_transfer_errors_total``        those that have failed
     ``aiogpu_transfers_in_flight``          those that are not over
-    ``aiogpu_wakeup_seconds``               from the device's notification to the loop's look
+    ``aiogpu_wakeup_seconds``               from a thread's call to the loop's look; a sample of the wake-ups
     ``aiogpu_loop_lag_seconds``             how late the loop runs what is due at once
     ``aiogpu_streams``                      compute streams opened
     ``aiogpu_streams_in_use``               compute streams leased now
@@ -195,7 +195,7 @@ class _Events:
         seconds = partial(make, partial(Histogram, buckets=SECONDS))
         total = partial(make, Counter)
         self.loop_lag = seconds("loop_lag_seconds", "How late the loop runs what is due at once")
-        self.wakeup = seconds("wakeup_seconds", "From the device's notification to the loop's look")
+        self.wakeup = seconds("wakeup_seconds", "From a thread's call to the loop's look (a sample)")
         self.requests = total("requests", "HTTP requests", "status")
         self.request_seconds = seconds("request_seconds", "From a request's arrival to its end")
         self.transfer_seconds = seconds("transfer_seconds", "Copies, from call to end", "operation")

@@ -219,8 +219,9 @@ def test_events_are_pooled_not_made_for_every_await(run: Loop, engine: Engine) -
 @asynchronous
 @unsanitized
 @needs_bindings
+@pytest.mark.parametrize("way", ["pipe", "semaphore"])
 def test_a_notification_runs_while_another_thread_keeps_the_gil(
-    run_asyncio: Loop, slow: Slow, engine: Engine
+    way: str, run_asyncio: Loop, slow: Slow, engine: Engine
 ) -> None:
     """Law 3: neither the callback nor the stream waits for the GIL, which is kept for 200 ms here."""
     if engine.driver.wake_mechanism != "host callback":
@@ -238,7 +239,9 @@ def test_a_notification_runs_while_another_thread_keeps_the_gil(
         slow(20)
         first.record(stream.native)
         point = engine.driver.record(stream)
-        notification = engine.driver.arm(point, engine.signal)
+        signal = aiogpu.current_runtime().reactor.pipe if way == "pipe" else engine.signal
+        assert signal is not None
+        notification = engine.driver.arm(point, signal)
         called.record(notification.native)  # behind the callback
         torch.cuda._sleep(1000)
         second.record(stream.native)
