@@ -24,7 +24,7 @@ import torch
 
 from . import host_allocator
 from .base import Driver, Event, Signal, Stream, StreamKind
-from .cuda_entries import RELAXED, Entries, Relaxed
+from .cuda_entries import RELAXED, Entries
 from .hostmem import cpus_near, pages
 
 __all__ = ["CudaDriver"]
@@ -307,7 +307,7 @@ class CudaDriver(Driver):
     def relaxed(self) -> Any:
         if self.entries is None:
             return _NOTHING
-        return Relaxed(self.entries.exchange_mode)
+        return self.entries.relaxed()
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
