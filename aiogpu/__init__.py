@@ -50,7 +50,14 @@ from ._batching.observing import BatchEnded, BatcherStats, CallEnded
 from ._blocks import current_stream, device, share, stream
 from ._channels import ReceiveChannel, SendChannel, create_channel
 from ._decorator import task
-from ._errors import AiogpuError, CaptureError, DeviceError, DeviceLostError, OverloadedError
+from ._errors import (
+    AiogpuError,
+    CaptureError,
+    ClosedError,
+    DeviceError,
+    DeviceLostError,
+    OverloadedError,
+)
 from ._groups import amap, gather
 from ._limiter import Limiter
 from ._operation import Operation
@@ -72,6 +79,7 @@ __all__ = [
     "BatcherStats",
     "CallEnded",
     "CaptureError",
+    "ClosedError",
     "DeviceError",
     "DeviceLostError",
     "Limiter",

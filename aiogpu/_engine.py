@@ -7,11 +7,11 @@ Law of this file: engines are shared by all event loops of the process and never
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +38,10 @@ _SLOTS = 128
 #: stops other threads' launches for 1.1 ms, 4 MiB for 0.5. Smaller ones cost more submissions.
 CHUNK_BYTES = 8 * 1024 * 1024
 
-#: Threads that copy at the same time: a core copies 6 to 10 GB/s, the link takes 55.
-_COPY_THREADS = 16
+#: Threads that copy one transfer at the same time, and what part of the cores that is at most: with more of
+#: them each gets the GIL later (H200, 16 cores, 1 GB: 34 GB/s with 6, 40 with 8, 41 with 10, 44 with 12, 39
+#: with 14; up to 256 MB no difference).
+_COPY_THREADS, _OF_CORES = 10, 5 / 8
 #: Transfers carried out at once, of either kind (short, long). They wait most of the time.
 _STAGING_THREADS = 64
 
@@ -92,9 +94,10 @@ class Engine:
         self.sides = StreamPool(driver, "copy", 8)
         self.results = Budget(settings.pinned_bytes, driver.empty_result_cache)
         self._near = driver.near_cpus()
-        # These touch host memory only: no call of theirs reaches the device.
-        copy_threads = min(_COPY_THREADS, len(self._near) or _cores())
-        self.crew = Crew(copy_threads, partial(pin_thread_to, self._near))
+        copy_threads = min(_COPY_THREADS, math.ceil((len(self._near) or _cores()) * _OF_CORES))
+        self.crew = Crew(copy_threads, self._enter_near)
+        # Torch's own copies between different orders of memory: one thread besides those that ask.
+        self.reordering = Crew(2, self._enter_near, "reorder")
         self.memory = StagingMemory(driver, self.crew)
         self.slots = BlockPool(self.memory, SLOT_BYTES, _SLOTS)
         self.chunks = Ring(driver, self.memory, *_chunks(settings.staging_bytes))
@@ -120,7 +123,7 @@ class Engine:
 
     def close_threads(self, timeout: float) -> None:
         """End all threads of this engine, for tests: no transfer and no call may be under way."""
-        for pool in (self.staging, self.crew, self.workers):
+        for pool in (self.staging, self.crew, self.reordering, self.workers):
             pool.close(timeout)
 
     def _enter_near(self) -> None:
@@ -273,13 +276,23 @@ def default_device() -> torch.device:
 
 def settled_default() -> torch.device | None:
     """:func:`default_device` where it can be told without asking the CUDA driver, else ``None``."""
-    if torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
-    return _default
+    return _current_cuda() if torch.cuda.is_initialized() else _default
+
+
+def _current_cuda() -> torch.device:
+    """The current device of initialised CUDA; part of every call that names none."""
+    index = torch._C._cuda_getDevice()
+    return _named.get(index) or _named.setdefault(index, torch.device("cuda", index))
+
+
+#: Devices by index, and by names that mean the same at any time.
+_named: dict[int | str | torch.device, torch.device] = {}
 
 
 def normalize(device: torch.device | str | int) -> torch.device:
     """``device`` with its index; raises ``ValueError``/``TypeError`` for what cannot be a device."""
+    if isinstance(device, str | torch.device) and (known := _named.get(device)) is not None:
+        return known
     if isinstance(device, int) and not 0 <= device < max(1, torch.cuda.device_count()):
         # torch would keep the lowest byte: a stream's handle could become cuda:0.
         raise ValueError(
@@ -292,12 +305,13 @@ def normalize(device: torch.device | str | int) -> torch.device:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{device!r} is not a device: write 'cuda', 'cuda:0', 'cpu' or a torch.device") from None
     if found.type == "cuda" and found.index is None:
-        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-        found = torch.device("cuda", index)
-    elif found.type == "cpu":
+        return _current_cuda() if torch.cuda.is_initialized() else torch.device("cuda", 0)
+    if found.type == "cpu":
         found = torch.device("cpu")
     elif found.type != "cuda":
         raise ValueError(f"aiogpu has no driver for {found}: use 'cuda', 'cuda:<index>' or 'cpu'")
+    if not isinstance(device, int):
+        _named[device] = found
     return found
 
 

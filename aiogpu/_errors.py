@@ -9,7 +9,21 @@ from __future__ import annotations
 
 import copy
 
-__all__ = ["AiogpuError", "CaptureError", "DeviceError", "DeviceLostError", "OverloadedError"]
+import anyio
+import torch
+
+__all__ = [
+    "AiogpuError",
+    "CaptureError",
+    "ClosedError",
+    "DeviceError",
+    "DeviceLostError",
+    "OverloadedError",
+    "is_out_of_memory",
+]
+
+#: How others than torch's allocator, which has a class for it, say that they got no device memory.
+_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class AiogpuError(Exception):
@@ -49,6 +63,25 @@ class OverloadedError(AiogpuError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ClosedError(AiogpuError, anyio.ClosedResourceError):
+    """What this call was made to takes no more calls: it is closed, or being closed.
+
+    Nothing is wrong with the call: another process, or this one once it has started again, would take it. An
+    HTTP service answers 503.
+    """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Has device memory run out, whoever noticed?
+
+    cuBLAS's and cuDNN's handles and workspaces, and launches that need local memory, report it as a plain
+    ``RuntimeError`` (torch's ``aten/src/ATen/cuda/Exceptions.h`` and ``c10/cuda/CUDAException.h``).
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 def bare(error: BaseException) -> BaseException:

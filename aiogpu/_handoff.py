@@ -9,6 +9,7 @@ Channels, async-generator tasks and batches are made of this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Generic, TypeVar
 
@@ -19,6 +20,7 @@ from ._errors import CaptureError
 from ._reactor import Point
 from ._runtime import current_runtime
 from ._tasks import Task, _current, current_task
+from .drivers.base import Driver
 from .transfers.tree import tensors_of
 
 __all__ = ["Handoff"]
@@ -31,15 +33,21 @@ class Handoff(Generic[T]):
 
     The tensors are kept alive, and their memory from reuse, until every taker is done with them.
     Raises ``CaptureError`` while the current stream is being captured into a graph.
+
+    ``behind``: not as of now, but as of these points, on compute streams, perhaps none any more.
     """
 
-    __slots__ = ("_points", "_tensors", "_value")
+    __slots__ = ("_homes", "_points", "_tensors", "_value")
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, value: T, *, behind: Sequence[Point] | None = None) -> None:
         self._value = value
+        self._homes: list[tuple[Driver, list[torch.Tensor]]] | None = None
         self._tensors = [tensor for tensor in tensors_of(value) if tensor.device.type != "meta"]
         #: What takers are ordered after, and whether their default stream is so by itself.
         self._points: list[tuple[Point, bool]] = []
+        if behind is not None:
+            self._points += [(point, True) for point in behind]
+            return
         above = _task_above()
         for engine in _engines(self._tensors):
             if engine.driver.capturing():
@@ -84,14 +92,27 @@ class Handoff(Generic[T]):
                         driver.wait(here, event)
                     except Exception as error:
                         raise point.engine.blame(error) from None
-        for engine in _engines(self._tensors):
-            driver = engine.driver
+        for driver, tensors in self._at_home():
             here = driver.current()
             if not (driver.legacy_orders and driver.is_default(here)):
-                for tensor in self._tensors:
-                    if tensor.device == engine.device:
-                        driver.keep(tensor, here)
+                for tensor in tensors:
+                    driver.keep(tensor, here)
         return self._value
+
+    def _at_home(self) -> list[tuple[Driver, list[torch.Tensor]]]:
+        """The tensors of each device that has streams. Found once: batches have many takers."""
+        homes = self._homes
+        if homes is None:
+            devices = {tensor.device for tensor in self._tensors}
+            engines = [find_engine(device) for device in devices]
+            homes = [
+                (engine.driver, [tensor for tensor in self._tensors if tensor.device == engine.device])
+                for engine in engines
+                if engine is not None and not engine.driver.eager
+            ]
+            if None not in engines:  # else one may be made before somebody else takes it
+                self._homes = homes
+        return homes
 
 
 def _task_above() -> Task | None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import abc
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from functools import partial
+from types import coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Door(abc.ABC):
     #: Callbacks run in a context of their own. A poll that was scheduled from a task would otherwise
     #: run in that task's context for ever, and keep it alive.
     context: Context
+
+    #: Has a function that was given to :meth:`soon` run by the time that :meth:`checkpoint` returns?
+    looks_in_a_turn = False
 
     @abc.abstractmethod
     def waiter(self) -> Any:
@@ -87,7 +91,7 @@ class Door(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def checkpoint(self) -> None:
+    def checkpoint(self) -> Awaitable[None]:
         """Let others run, and notice a cancellation."""
 
     @abc.abstractmethod
@@ -101,6 +105,8 @@ class Door(abc.ABC):
 
 class AsyncioDoor(Door):
     """asyncio and uvloop."""
+
+    looks_in_a_turn = True  # first come, first served
 
     def __init__(self) -> None:
         self.token: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -155,8 +161,9 @@ class AsyncioDoor(Door):
 
         return stop
 
-    async def checkpoint(self) -> None:
-        await asyncio.sleep(0)
+    @coroutine
+    def checkpoint(self) -> Generator[None, None, None]:
+        yield  # as asyncio.sleep(0)
 
     def on_close(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # asyncio.run and uvloop.run close every async generator that was started on the loop before

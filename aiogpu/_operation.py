@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
+from types import coroutine
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 
 class State(enum.Enum):
+    __hash__ = object.__hash__  # enum's own is a function in Python
     QUEUED = "queued"
     IN_FLIGHT = "in flight"
     DONE = "done"
@@ -50,6 +52,7 @@ class State(enum.Enum):
 
 
 class Happening(enum.Enum):
+    __hash__ = object.__hash__
     SUBMIT = "submit"
     COMPLETE = "complete"
     FAIL = "fail"
@@ -141,7 +144,15 @@ class Operation(Generic[T]):
     # -- for users ---------------------------------------------------------------------------------
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return self._wait().__await__()
+        self._awaited = True
+        yield from self._finished(self._door())
+        if self._error is not None:
+            raise fresh(self._error)
+        if self._checks is not None or self._spoiled:
+            self._check_sources()
+        if self._moved:
+            self._hand_over()
+        return cast(T, self._value)
 
     def ordered(self) -> Coroutine[Any, Any, T]:
         """Wait until the work has been handed to the device; use the result on the current stream.
@@ -158,8 +169,9 @@ class Operation(Generic[T]):
         is raised by ``await operation``, and by whatever meets it first.
 
         Any number of tasks may wait, in any loop, before or after the end. It is one checkpoint for
-        what the call has submitted itself (up to 64 KiB); larger transfers are handed over by a thread. On
-        the CPU, where work runs at once on the calling thread, it is the same as ``await operation``.
+        what the call has submitted itself (up to 64 KiB, or a page-locked tensor up to 1 MiB on its way to
+        the device); larger transfers are handed over by a thread. On the CPU, where work runs at once on
+        the calling thread, it is the same as ``await operation``.
 
         Raises
         ------
@@ -184,7 +196,7 @@ class Operation(Generic[T]):
         with self._lock:  # another loop's thread may complete it right here
             state, value, error, end = self._state, self._value, self._error, self._end
         if state is State.IN_FLIGHT and (end is None or end[1].engine.driver.eager):
-            return await self._wait()  # streams do not order what comes next
+            return await self  # streams do not order what comes next
         if error is not None:
             raise fresh(error)
         self._check_sources()
@@ -192,15 +204,6 @@ class Operation(Generic[T]):
             self._follow(*end)
         self._hand_over()
         return cast(T, value)
-
-    async def _wait(self) -> T:
-        self._awaited = True
-        await self._finished(self._door())
-        if self._error is not None:
-            raise fresh(self._error)
-        self._check_sources()
-        self._hand_over()
-        return cast(T, self._value)
 
     def _door(self) -> Door:
         """The running loop's: it may be another one's coroutine that waits."""
@@ -239,6 +242,10 @@ class Operation(Generic[T]):
         event was recorded on, and the point that waits for it.
         """
         self._happen(Happening.SUBMIT, value, end=end)
+
+    def launched(self, value: T | None, end: tuple[Stream, Point] | None) -> None:
+        """:meth:`submitted`, while nobody else knows of it."""
+        self._state, self._value, self._end = State.IN_FLIGHT, value, end
 
     def complete(self, value: T) -> None:
         """It has finished; wakes the waiters. From any thread."""
@@ -306,12 +313,19 @@ class Operation(Generic[T]):
         checks, self._checks = self._checks, None
         self._spoiled = self._spoiled or (checks is not None and checks())
 
-    async def _finished(self, door: Door) -> None:
+    def _finished(self, door: Door) -> Any:
         """Wait until the state is final; raises nothing but a cancellation."""
-        await self._reach(door, _FINAL)
+        return self._reach(door, _FINAL)
 
-    async def _reach(self, door: Door, states: tuple[State, ...]) -> None:
+    @coroutine
+    def _reach(self, door: Door, states: tuple[State, ...]) -> Generator[Any, Any, None]:
         """Wait until the state is one of ``states``: a checkpoint; raises nothing but a cancellation."""
+        # Where the reactor looks before a coroutine that has let others run goes on, the device may well
+        # be done by then: a small copy takes less than one round of the loop, and parking for it another one.
+        if self._state in states or (door.looks_in_a_turn and self._state is State.IN_FLIGHT):
+            yield from door.checkpoint()  # type: ignore[misc]
+            if self._state in states:
+                return
         with self._lock:
             pending = self._state not in states
             if pending:
@@ -319,10 +333,10 @@ class Operation(Generic[T]):
                 waiter = _Waiter(door, door.settler(parked), states)
                 self._waiters.append(waiter)
         if not pending:
-            await door.checkpoint()
+            yield from door.checkpoint()  # type: ignore[misc]
             return
         try:
-            await door.park(parked)
+            yield from door.park(parked)  # type: ignore[misc]
         except BaseException:
             with self._lock:
                 if waiter in self._waiters:

@@ -139,10 +139,16 @@ async def run_sync(
     )
 
 
-async def run_on(workers: WorkerPool, fn: Callable[[*Arguments], R], *args: *Arguments) -> R:
+async def run_on(
+    workers: WorkerPool,
+    fn: Callable[[*Arguments], R],
+    *args: *Arguments,
+    returned: Callable[[], object] | None = None,
+) -> R:
     """:func:`run_sync` on threads of the caller's own, which bound and order the calls themselves.
 
-    On cancellation the function is abandoned.
+    ``returned()`` is called on the loop's thread when the function has returned, before anybody is woken;
+    also when it was abandoned meanwhile. On cancellation the function is abandoned.
     """
     runtime = current_runtime()
     task = current_task()
@@ -151,7 +157,7 @@ async def run_on(workers: WorkerPool, fn: Callable[[*Arguments], R], *args: *Arg
     call = _Call(engine, fn, args)
     del fn, args
     return await _carry_out(  # type: ignore[no-any-return]
-        call, runtime, task, workers, _nothing, abandon_on_cancel=True
+        call, runtime, task, workers, returned or _nothing, abandon_on_cancel=True
     )
 
 
@@ -164,7 +170,7 @@ async def _carry_out(
     runtime: Runtime,
     task: Task | None,
     workers: WorkerPool,
-    release: Callable[[], None],
+    release: Callable[[], object],
     abandon_on_cancel: bool,
 ) -> Any:
     """Hand ``call`` to a thread of ``workers`` and wait for it; ``release()`` when it has returned."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .transfers.hostcopy import note_file
 from .transfers.plan import neutral
 
 __all__ = ["Entry", "Shard", "StrPath", "find_shards", "require_package", "select"]
@@ -124,11 +125,16 @@ class Shard:
             formats[code] = (math.prod(shape) // max(1, tensor.numel()) or 1, tensor.element_size())
         return formats
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped file, or a copy of few bytes. Not to be written to."""
+    def tensor(self, name: str, start: int | None = None) -> torch.Tensor:
+        """A view of the mapped file, or a copy of few bytes. Not to be written to. ``start``: where its bytes
+        begin; then staging reads them from the file, and the mapping's pages are never touched."""
         with neutral():
             tensor: torch.Tensor = self._file.get_tensor(name)
-            return tensor.clone() if tensor.nbytes <= _SMALL else tensor
+            if tensor.nbytes <= _SMALL:
+                return tensor.clone()
+        if start is not None:
+            note_file(tensor, self, start)
+        return tensor
 
     def bring_in(self, start: int, nbytes: int, stopped: Callable[[], bool]) -> None:
         """Wait until the file's bytes are in memory, or nobody wants them any more."""
@@ -139,16 +145,16 @@ class Shard:
             size = min(_PIECE, start + nbytes - at)
             if not self._in_memory(at, size):
                 if not asked and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._descriptor, at, _AHEAD, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(self.descriptor, at, _AHEAD, os.POSIX_FADV_WILLNEED)
                     asked = True
-                os.preadv(self._descriptor, [bytearray(size)], at)
+                os.preadv(self.descriptor, [bytearray(size)], at)
 
     def _in_memory(self, start: int, nbytes: int) -> bool:
         """As far as anybody can tell; ``True`` where nobody can."""
         byte = bytearray(1)
         try:
             for at in range(start, start + nbytes if self._tells else start, _STRIDE):
-                os.preadv(self._descriptor, [byte], at, os.RWF_NOWAIT)
+                os.preadv(self.descriptor, [byte], at, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -158,7 +164,8 @@ class Shard:
         return True
 
     @property
-    def _descriptor(self) -> int:
+    def descriptor(self) -> int:
+        """What the system knows the open file by."""
         assert self._fd is not None
         return self._fd
 

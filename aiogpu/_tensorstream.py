@@ -71,7 +71,7 @@ class _Group:
         for shard, start, nbytes in _extents(entries):
             shard.bring_in(start, nbytes, stopped)
         for entry in entries:
-            self.sources.append(entry.shard.tensor(entry.name))
+            self.sources.append(entry.shard.tensor(entry.name, entry.start))
         if stopped():
             self.sources.clear()
 

@@ -2,7 +2,8 @@
 
 The function returns its batch as it is, so that all there is is the batcher: queue, stacking, a hop to its
 thread and back, cutting. Stacking alone is measured beside it, as is a bare future per request, which any
-batcher needs. Contenders under load are in `serving`.
+batcher needs. A lone request is compared with the same three steps by hand: upload, a hop to a thread for
+the function, download. Contenders under load are in `serving`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 async def same_async(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+@aiogpu.task
+async def by_hand(x: torch.Tensor) -> torch.Tensor:
+    there = await aiogpu.to_device(x.unsqueeze(0))
+    return await aiogpu.to_host(await aiogpu.run_sync(same, there))
 
 
 async def per_request(call: Callable[[torch.Tensor], Awaitable[object]], rounds: int) -> float:
@@ -86,6 +93,11 @@ async def compete(rounds: int) -> dict[str, float]:
                 found[name] = await per_request(batcher, rounds)
                 found[f"{name}, timeout"] = await per_request(partial(batcher, timeout=10.0), rounds)
                 found[f"{name}, lone"] = await lone(batcher, rounds)
+        async with aiogpu.Batcher(same, max_batch_size=BATCH, to_host=True) as batcher:
+            await lone(batcher, rounds // 10)
+            found["sync, to_host, lone"] = await lone(batcher, rounds)
+        await lone(by_hand, rounds // 10)
+        found["by hand, lone"] = await lone(by_hand, rounds)
         found["run_sync, lone"] = await lone(partial(aiogpu.run_sync, same), rounds)
     return found
 
@@ -99,8 +111,11 @@ def measure(quick: bool) -> list[Row]:
         for name in ("sync", "sync, timeout", "async"):
             question = f"per request at batch {BATCH}, {loop}"
             rows.append(at_most(question, f"Batcher, {name} function", found[name], "µs", 30.0, **detail))
-        for name in ("sync, lone", "async, lone", "run_sync, lone"):
-            rows.append(Row(f"one request alone, {loop}", name, found[name], "µs"))
+        question = f"one request alone, {loop}"
+        for name in ("sync, lone", "async, lone", "sync, to_host, lone", "by hand, lone", "run_sync, lone"):
+            rows.append(Row(question, name, found[name], "µs"))
+        ratio = found["sync, to_host, lone"] / found["by hand, lone"]
+        rows.append(at_most(question, "Batcher / by hand", ratio, "×", 1.1))
     return rows
 
 

@@ -125,7 +125,7 @@ class Clock:
     def advance(self, batcher: aiogpu.Batcher, seconds: float) -> None:
         self.ahead += seconds
         assert batcher._service is not None
-        batcher._service.kick()  # the dispatcher's own timer knows nothing of it
+        batcher._service.look(service.perf_counter())  # its own alarm knows nothing of it
 
 
 @contextlib.asynccontextmanager

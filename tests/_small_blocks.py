@@ -13,12 +13,12 @@ from aiogpu import _engine
 from aiogpu._engine import Engine, EngineSettings
 from aiogpu.drivers.cpu import CpuDriver
 from aiogpu.testing import VirtualDevice, installed
-from aiogpu.transfers import jobs, staging
+from aiogpu.transfers import jobs
 
-__all__ = ["CHUNK", "PIECE", "SLOT", "UnpinnedCpu", "small_blocks", "small_cpu", "small_virtual"]
+__all__ = ["CHUNK", "SLOT", "UnpinnedCpu", "small_blocks", "small_cpu", "small_virtual"]
 
-#: Bytes of a slot, of a chunk, and of what one copy thread copies at a time.
-SLOT, CHUNK, PIECE = 256, 1024, 96
+#: Bytes of a slot and of a chunk.
+SLOT, CHUNK = 256, 1024
 
 
 @contextmanager
@@ -29,7 +29,6 @@ def small_blocks() -> Iterator[None]:
         mock.patch.object(_engine, "CHUNK_BYTES", CHUNK),
         mock.patch.object(_engine, "_cores", return_value=4),
         mock.patch.object(jobs, "SLOT_BYTES", SLOT),
-        mock.patch.object(staging, "PIECE_BYTES", PIECE),
     ):
         yield
 

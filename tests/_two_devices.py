@@ -76,12 +76,13 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
         engines = [_engine.make_engine(torch.device("cpu")), Engine(second)]
         engines[1].warm_up()
         two = Two(first, second, engines)
-        device = api._device
+        device, is_ordinary = api._device, api.is_ordinary
         monkeypatch.setattr(
             api, "_device", lambda runtime, d: SECOND if d == "second" else device(runtime, d)
         )
         monkeypatch.setattr(peers, "device_of", two.device_of)
         monkeypatch.setattr("aiogpu.transfers.uploads.device_of", two.device_of)
+        monkeypatch.setattr(api, "is_ordinary", lambda x: is_ordinary(x) and two.device_of(x) != FIRST)
         monkeypatch.setattr(peers, "_introduced", set())
         for key, engine in zip((FIRST, SECOND), engines, strict=True):
             _engine.install_engine(key, engine)

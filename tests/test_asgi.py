@@ -687,11 +687,12 @@ ERRORS = [
     (lambda: _errors.OverloadedError("secret", retry_after=2.3), 429),
     (lambda: aiogpu.DeviceLostError("secret"), 503),
     (lambda: torch.OutOfMemoryError("secret"), 503),
+    (lambda: aiogpu.ClosedError("secret"), 503),
     (lambda: TimeoutError("secret"), 504),
     (lambda: ExceptionGroup("secret", [TimeoutError("secret")]), 504),
     (lambda: ExceptionGroup("secret", [TimeoutError(), torch.OutOfMemoryError("secret")]), 504),
 ]
-IDS = ["overloaded", "lost", "out of memory", "timeout", "group", "mixed group"]
+IDS = ["overloaded", "lost", "out of memory", "closed", "timeout", "group", "mixed group"]
 
 
 @pytest.mark.parametrize(("make", "status"), ERRORS, ids=IDS)
@@ -709,7 +710,14 @@ def test_an_error_has_its_status_and_says_one_line(run_asyncio, anydevice, make,
     run_asyncio(main)
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), ExceptionGroup("x", [TimeoutError(), ValueError()])])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x"),
+        ExceptionGroup("x", [TimeoutError(), ValueError()]),
+        anyio.ClosedResourceError(),  # some stream of the application's own
+    ],
+)
 def test_any_other_error_goes_on_to_the_server(run, anydevice, error):
     async def main() -> None:
         wire = Wire()
@@ -717,6 +725,25 @@ def test_any_other_error_goes_on_to_the_server(run, anydevice, error):
             await wire.through(StreamMiddleware(raising(error)))
         assert caught.value is error
         assert wire.sent == []
+
+    run(main)
+
+
+def test_calls_of_a_batcher_that_is_closed_are_to_be_tried_elsewhere(run, anydevice, until):
+    """At a shutdown: the one that waits, and the one that comes later."""
+
+    async def main() -> None:
+        async with aiogpu.Batcher(lambda x: x, max_batch_size=2, max_delay=1000.0) as batcher:
+            app = StreamMiddleware(app_of(lambda: batcher(torch.ones(2))))
+            waiting = Wire()
+            async with anyio.create_task_group() as group:
+                group.start_soon(waiting.through, app)
+                await until(lambda: batcher.stats().waiting == 1)
+                batcher.close()
+            late = await Wire().through(app)
+        for wire in (waiting, late):
+            assert (wire.status, wire.body) == (503, b"shutting down\n")
+            assert wire.headers[b"retry-after"] == b"1"
 
     run(main)
 
@@ -1005,6 +1032,30 @@ def test_a_runtime_that_cannot_be_opened_fails_the_startup_with_its_reason(run, 
     run(main)
 
 
+def test_what_is_no_runtime_fails_the_startup_and_says_what_was_expected(run, anydevice, abandoned):
+    async def main() -> None:
+        server = Lifespan()
+        await server.through(StreamMiddleware(lifespan_app([]), runtime=lambda: 3))  # type: ignore[arg-type]
+        assert server.said == ["startup.failed"]
+        assert "returned 3, not an aiogpu.Runtime" in server.messages[0]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"runtime": aiogpu.Runtime()}, TypeError, r"runtime=lambda: aiogpu\.Runtime\(\.\.\.\)"),
+        ({"app": "main:app"}, TypeError, "around an ASGI application, not around 'main:app'"),
+        ({"healthz": "live"}, ValueError, "such as '/live'"),
+        ({"readyz": ""}, ValueError, "None: no such probe"),
+    ],
+)
+def test_what_cannot_be_an_argument_is_refused_with_what_can(arguments, error, told):
+    with pytest.raises(error, match=told):
+        StreamMiddleware(**{"app": no_lifespan, **arguments})
+
+
 @pytest.mark.parametrize("phase", ["startup", "shutdown"])
 def test_an_application_that_fails_says_so_itself_and_the_runtime_is_closed(run, anydevice, phase):
     async def main() -> None:
@@ -1150,6 +1201,37 @@ def test_a_websocket_has_a_stream_of_its_own_and_reads_its_disconnect_itself(run
     assert seen[0][0] == "a"
     assert seen[0][1] != 0
     assert seen[1] == "websocket.disconnect"
+
+
+def test_a_websockets_application_is_told_of_the_disconnect_and_not_cancelled(run, anydevice, until):
+    """It cleans up where it is told (``except WebSocketDisconnect``): a cancellation would skip that. And
+    nothing is read that it has not asked for: a message that it has not taken holds the client back."""
+    finish: list[anyio.Event] = []
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        await finish[0].wait()  # work for the client
+        while not told or told[-1] != "websocket.disconnect":
+            told.append((await receive())["type"])
+
+    async def main() -> None:
+        finish.append(anyio.Event())
+        wire = Wire(kind="websocket")
+        wire.tell({"type": "websocket.connect"})
+        async with anyio.create_task_group() as group:
+            group.start_soon(wire.through, StreamMiddleware(app))
+            await until(lambda: wire.sent)
+            wire.tell({"type": "websocket.receive", "text": "a"})
+            wire.tell({"type": "websocket.disconnect", "code": 1001})
+            for _ in range(10):
+                await anyio.lowlevel.checkpoint()
+            assert wire.received == 1
+            finish[0].set()
+        assert told == ["websocket.receive", "websocket.disconnect"]
+
+    run(main)
 
 
 @pytest.fixture(params=["plain", "denial response"])

@@ -672,7 +672,7 @@ def test_a_call_that_would_not_make_it_in_time_is_refused_at_once(run, until):
         batcher = lists(held, max_batch_size=1, in_flight=1)
         async with calling(batcher) as calls:
             service = batcher._service
-            service.forecast.note(0.0, 10.0)  # a batch takes 10 s
+            service.batches.forecast.note(0.0, 10.0)  # a batch takes 10 s
             await calls.started("idle", timeout=5.0)  # would start at once: the forecast may be wrong
             await until(lambda: held.batches)
             with pytest.raises(aiogpu.OverloadedError, match=r"predicted wait of (20|19)") as caught:
@@ -693,10 +693,10 @@ def test_a_wrong_forecast_does_not_shut_everybody_out(run):
 
     async def main():
         async with lists(lambda items: items, max_batch_size=1) as batcher:
-            batcher._service.forecast.note(0.0, 10.0)
+            batcher._service.batches.forecast.note(0.0, 10.0)
             for i in range(5):
                 assert await batcher(i, timeout=5.0) == i
-            return batcher._service.forecast.typical
+            return batcher._service.batches.forecast.typical
 
     assert run(main) < 1.0
 
@@ -725,7 +725,7 @@ def test_leaving_drains(run, until):
             group.start_soon(serve)
             await until(lambda: held.batches)
             await until(lambda: batcher.closed)
-            with pytest.raises(anyio.ClosedResourceError):
+            with pytest.raises(aiogpu.ClosedError):
                 await batcher("late")
             assert not left
             held.let_go()
@@ -742,7 +742,7 @@ def test_leaving_with_an_exception_closes_and_keeps_the_exception(run, until):
         errors = {}
 
         async def caller(key):
-            with pytest.raises(anyio.ClosedResourceError) as caught:
+            with pytest.raises(aiogpu.ClosedError) as caught:
                 await batcher(key)
             errors[key] = caught.value
 
@@ -760,7 +760,7 @@ def test_leaving_with_an_exception_closes_and_keeps_the_exception(run, until):
                 await serve()
         assert set(errors) == {"running", "waiting"}
         assert errors["running"] is not errors["waiting"]
-        with pytest.raises(anyio.ClosedResourceError):
+        with pytest.raises(aiogpu.ClosedError):
             await batcher("late")
 
     run(main)
@@ -773,7 +773,7 @@ def test_a_function_that_does_not_return_does_not_hold_up_a_cancelled_end(run, u
         failed = []
 
         async def caller():
-            with pytest.raises(anyio.ClosedResourceError):
+            with pytest.raises(aiogpu.ClosedError):
                 await batcher(1)
             failed.append(True)
 
@@ -803,9 +803,62 @@ def test_close_ends_the_waiting_calls_and_lets_the_running_ones_finish(run, unti
             await until(lambda: calls.errors)
             held.let_go()
         assert calls.results == {"running": "running"}
-        assert isinstance(calls.errors["waiting"], anyio.ClosedResourceError)
+        assert isinstance(calls.errors["waiting"], aiogpu.ClosedError)
+        assert isinstance(calls.errors["waiting"], anyio.ClosedResourceError)  # what anyio's users catch
 
     run(main)
+
+
+def test_it_may_be_left_in_another_task_than_it_was_entered_in(run):
+    """As fixtures and some servers' lifespans do it: each end in a task of its own."""
+
+    async def main():
+        batcher = lists(lambda items: items, max_batch_size=2)
+        async with anyio.create_task_group() as group:
+            group.start_soon(batcher.__aenter__)
+        assert await batcher("a") == "a"
+        async with anyio.create_task_group() as group:
+            group.start_soon(batcher.__aexit__, None, None, None)
+        with pytest.raises(aiogpu.ClosedError):
+            await batcher("late")
+
+    run(main)
+
+
+def test_an_async_generator_may_hold_it(run):
+    """Event loops close generators in tasks of theirs."""
+
+    async def fixture():
+        async with lists(lambda items: items, max_batch_size=2) as batcher:
+            yield batcher
+
+    async def main():
+        generator = fixture()
+        batcher = await anext(generator)
+        assert await batcher("a") == "a"
+        async with anyio.create_task_group() as group:
+            group.start_soon(generator.aclose)
+        assert batcher.closed
+
+    run(main)
+
+
+def test_whoever_cancels_all_tasks_of_the_loop_leaves_no_caller_behind(run_asyncio, abandoned):
+    async def main():
+        held = Held()
+        async with lists(held, max_batch_size=1, in_flight=1) as batcher:
+            before = asyncio.all_tasks()
+            calls = [asyncio.create_task(batcher(i)) for i in range(2)]
+            while not held.batches:
+                await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - before - set(calls):
+                task.cancel()
+            for task in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(task, aiogpu.ClosedError | RuntimeError)
+            with pytest.raises(aiogpu.ClosedError):
+                await batcher("late")
+
+    run_asyncio(main)
 
 
 def test_it_serves_one_loop_and_is_entered_once(run):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import anyio
 import anyio.lowlevel
 import numpy as np
@@ -11,6 +14,7 @@ from _batches import Box, Calls, calling, lists, ones
 from _kernels import cell, go, read, write
 
 import aiogpu
+from aiogpu._workers import WorkerPool
 from aiogpu.testing import RaceError
 
 
@@ -157,7 +161,10 @@ def test_no_more_batches_are_under_way_than_the_device_shall_have(run, vd, until
     go(run, vd, main)
 
 
-def test_an_item_that_collate_passes_on_may_be_written_when_the_call_has_returned(run, vd, until):
+@pytest.mark.parametrize("collate", [list, None], ids=["collate passes it on", "alone"])
+def test_an_item_that_is_uploaded_from_where_it_is_may_be_written_when_the_call_has_returned(
+    run, vd, until, collate
+):
     """Page-locked memory is read by the device itself, and perhaps much later than the results are ready."""
     item = vd.pin(torch.zeros(100_000))
     batches = []
@@ -178,7 +185,7 @@ def test_an_item_that_collate_passes_on_may_be_written_when_the_call_has_returne
         async def keep(batcher):
             results.append(await caller(batcher))
 
-        async with lists(called, max_batch_size=1) as batcher:
+        async with aiogpu.Batcher(called, max_batch_size=1, collate=collate, split=collate) as batcher:
             async with anyio.create_task_group() as group:
                 group.start_soon(keep, batcher)
                 await until(lambda: batches)
@@ -186,6 +193,107 @@ def test_an_item_that_collate_passes_on_may_be_written_when_the_call_has_returne
                     await anyio.lowlevel.checkpoint()
                 await until(lambda: vd.run_all() or results)
         assert not results[0].any()
+
+    go(run, vd, main)
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_lone_call_costs_one_hop_one_copy_each_way_and_one_event(run, auto_vd, monkeypatch, to_host):
+    """All of it is submitted by the thread that calls the function, and nobody waits in between."""
+    jobs = []
+    submit = WorkerPool.submit
+    monkeypatch.setattr(WorkerPool, "submit", lambda self, job: jobs.append(1) or submit(self, job))
+
+    async def main():
+        async with aiogpu.Batcher(torch.Tensor.contiguous, max_batch_size=8, to_host=to_host) as batcher:
+            item = ones(1, 64)
+            await batcher(item)  # starts the server and its thread
+            jobs.clear()
+            auto_vd.log.clear()
+            assert torch.equal(await batcher(item), item)
+            return [name for name, _ in auto_vd.log]
+
+    log = run(main)
+    assert len(jobs) == 1
+    assert [name for name in log if name in ("copy", "record", "wait")] == ["copy"] * (1 + to_host) + [
+        "record"
+    ]
+
+
+@pytest.mark.usefixtures("auto_vd")
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_small_batches_beside_each_other_use_no_memory_of_each_others(run, asynchronous, to_host):
+    """The device's checker sees each use of slots and of batches' memory."""
+
+    def fn(x):
+        return {"y": x["a"] * 2 + x["b"].unsqueeze(1), "b": x["b"]}
+
+    async def afn(x):
+        return fn(x)
+
+    async def main():
+        function = afn if asynchronous else fn
+        async with aiogpu.Batcher(function, max_batch_size=4, in_flight=3, to_host=to_host) as batcher:
+
+            async def call(i):
+                result = await batcher({"a": ones(i, 300), "b": i})
+                y = result["y"] if to_host else await aiogpu.to_host(result["y"])
+                assert torch.equal(y, ones(3 * i, 300))
+
+            in_task = aiogpu.task(call)
+            await aiogpu.gather(*((call if i % 2 else in_task)(i) for i in range(200)))
+
+    run(main)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("how", ["well", "badly", "cancelled"])
+def test_what_a_small_batch_is_uploaded_from_is_kept_until_the_device_is_done(
+    run, vd, until, engine, how, asynchronous
+):
+    """Whatever becomes of the function and of its callers: the slot's memory is another batch's at once."""
+    called, go_on = [], threading.Event()
+
+    def fn(x):
+        called.append(len(x))
+        if how == "badly":
+            raise ValueError
+        if how == "cancelled":
+            assert go_on.wait(20)
+        return x
+
+    async def afn(x):
+        called.append(len(x))
+        if how == "badly":
+            raise ValueError
+        if how == "cancelled":
+            await anyio.sleep_forever()
+        return x
+
+    async def main():
+        slots = engine().slots
+
+        async def call(batcher):
+            with contextlib.suppress(ValueError, aiogpu.ClosedError):
+                await batcher(ones(1))
+
+        async with anyio.create_task_group() as group:
+            with contextlib.suppress(LookupError):
+                async with aiogpu.Batcher(afn if asynchronous else fn, max_batch_size=1) as batcher:
+                    group.start_soon(call, batcher)
+                    await until(lambda: called)
+                    if how == "cancelled":
+                        raise LookupError
+                    for _ in range(50):
+                        await anyio.lowlevel.checkpoint()
+                        assert slots.used_bytes == slots.nbytes
+                    await until(lambda: vd.run_all() or batcher.stats().ok + batcher.stats().errors)
+            go_on.set()
+            for _ in range(50):
+                assert slots.used_bytes == slots.nbytes or how != "cancelled"
+                await anyio.lowlevel.checkpoint()
+            await until(lambda: vd.run_all() or not slots.used_bytes)
 
     go(run, vd, main)
 

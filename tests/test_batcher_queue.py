@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aiogpu._batching import waiting
 from aiogpu._batching.collate import cut, describe, stack
 from aiogpu._batching.deadlines import Deadlines
 from aiogpu._batching.entry import Entry, State
@@ -77,6 +78,7 @@ class Queue(RuleBasedStateMachine):
     def take(self) -> None:
         self.now += 1
         before = self.now - 10 if self.delay else math.inf
+        impatient = self.queue._passed_over >= PATIENCE
         batch = self.queue.take(self.limit, self.now, before)
         if not batch:
             assert not self.due(before)
@@ -90,8 +92,7 @@ class Queue(RuleBasedStateMachine):
         for entry in batch:
             self.waiting.remove(entry)
         rest = [entry for entry in self.waiting if entry.signature == batch[0].signature]
-        by_age = oldest in batch and self.passed_over.get(oldest.number, 0) >= PATIENCE
-        if not by_age:
+        if not (impatient and oldest in batch):  # else they went by age
             # Nobody more urgent of the same kind was left behind.
             assert all(entry.priority >= batch[-1].priority for entry in rest)
             # Of one client and priority, in order.
@@ -156,6 +157,22 @@ def test_calls_that_leave_do_not_pile_up():
     (group,) = queue._groups.values()
     assert len(group._by_age) < 100
     assert len(group._by_rank) < 100
+
+
+@pytest.mark.parametrize("before", [math.inf, 0.5], ids=["at once", "when full or late"])
+def test_a_batch_does_not_look_at_every_shape_that_waits(monkeypatch, before):
+    looks = []
+    for name in ("oldest", "first"):
+        real = getattr(waiting._Group, name)
+        monkeypatch.setattr(waiting._Group, name, lambda self, real=real: looks.append(1) or real(self))
+    queue = WaitingCalls(10_000, 10_000)
+    for shape in range(1000):
+        entries(queue, 2, signature=shape)
+    queue.take(2, 1.0, before)  # after a standstill, all of them become due
+    looks.clear()
+    for _ in range(100):
+        assert len(queue.take(2, 1.0, before)) == 2
+    assert len(looks) < 100 * 20
 
 
 def test_a_client_is_as_many_calls_ahead_as_fairness_gives_it():
@@ -367,12 +384,18 @@ def test_items_are_told_apart_by_structure_shape_dtype_and_type():
 
 def test_bytes_that_are_not_on_the_device_are_counted():
     meta = torch.device("meta")
-    assert describe(torch.ones(3), meta)[1] == 12
-    assert describe(torch.ones(0), meta)[1] == 1  # an empty tensor has to get there, too
+    assert describe(torch.ones(3), meta)[1] == 16
+    assert describe(torch.ones(0), meta)[1] == 16  # an empty tensor has to get there, too
     assert describe(torch.ones(3, device="meta"), meta)[1] == 0
-    assert describe({"x": torch.ones(3), "y": [numpy.ones(2), "z"]}, meta)[1] == 28
+    assert describe({"x": torch.ones(5), "y": [numpy.ones(2), "z"], "n": 3}, meta)[1] == 32 + 16 + 16
     assert describe(["a", None], meta)[1] == 0
-    assert describe(torch.nn.Linear(1, 1), meta)[1] == 1  # moves itself
+    for odd in (
+        torch.nn.Linear(1, 1),  # moves itself
+        torch.ones(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, device="meta"),  # from another device
+    ):
+        assert describe([odd, torch.ones(1)], CPU)[1] == math.inf
 
 
 def test_containers_of_other_kinds_are_kept():

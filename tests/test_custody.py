@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import aiogpu
 from aiogpu._runtime import Runtime
-from aiogpu.transfers import staging
+from aiogpu.transfers.segments import Rows
 
 SIZES = pytest.mark.parametrize("nbytes", [SLOT // 2, 5 * CHUNK + 3], ids=["small", "large"])
 
@@ -255,37 +255,38 @@ def test_an_await_returns_no_earlier_than_the_device(run, still, until, nbytes):
 
 def test_host_memory_is_written_only_after_its_chunks_event_and_resolved_after_that(run_asyncio, monkeypatch):
     """C09: event, then the host's own copy, then the await."""
-    log: list[str] = []
+    log: list[tuple[int, str]] = []  # each segment is a thread's of its own
     with small_virtual(auto=False, pinned_bytes=0) as (device, _):
-        synchronize, empty = device.synchronize, staging.Lane._empty
+        synchronize, empty = device.synchronize, Rows.empty
 
         def noted_synchronize(event):
             synchronize(event)
             assert event.done
-            log.append("event")
+            log.append((threading.get_ident(), "event"))
 
-        def noted_copy(lane, load, rows, plan):
-            assert load.event.done
-            log.append("host copy")
-            empty(lane, load, rows, plan)
+        def noted_copy(rows, index, row):
+            log.append((threading.get_ident(), "host copy"))
+            empty(rows, index, row)
 
         monkeypatch.setattr(device, "synchronize", noted_synchronize)
-        monkeypatch.setattr(staging.Lane, "_empty", noted_copy)
+        monkeypatch.setattr(Rows, "empty", noted_copy)
         x = pattern(5 * CHUNK + 3)
 
         async def main():
             async def wait():
                 assert torch.equal(await aiogpu.to_host(x), x)
-                log.append("resolved")
+                log.append((0, "resolved"))
 
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
                 group.start_soon(drain, device)
 
         run_asyncio(main)
-    count = len(log) // 2
-    assert count > 6
-    assert log == ["event", "host copy"] * count + ["resolved"]
+    assert log.pop() == (0, "resolved")
+    assert len(log) > 12
+    for thread in {thread for thread, _ in log}:
+        steps = [step for each, step in log if each == thread]
+        assert steps == ["event", "host copy"] * (len(steps) // 2)
 
 
 # -- cancellation ------------------------------------------------------------------------------------

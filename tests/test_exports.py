@@ -61,6 +61,7 @@ TYPES = {
     "Stats",
     "AiogpuError",
     "CaptureError",
+    "ClosedError",
     "DeviceError",
     "DeviceLostError",
     "BatchEnded",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
+import itertools
 import json
 import os
 import struct
@@ -18,10 +20,13 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from _small_blocks import UnpinnedCpu, small_cpu
 
 import aiogpu
 from aiogpu import _safetensors, _tensorstream, files
 from aiogpu.testing import VirtualDevice
+from aiogpu.transfers import segments
+from aiogpu.transfers.hostcopy import FileBytes
 
 pytest.importorskip("safetensors", reason="the files extra is not installed")
 
@@ -362,6 +367,95 @@ def test_file_systems_that_cannot_tell_are_believed(run_asyncio, many, monkeypat
     run_asyncio(main)
 
 
+@pytest.fixture
+def from_the_file(monkeypatch):
+    """A device that needs staging; no tensor is too small to be read from the file. What was read of it."""
+    read: list[tuple[int, int]] = []
+    real = FileBytes.read
+
+    def noted(self: FileBytes, to: int, at: int, nbytes: int) -> None:
+        read.append((self.start + at, nbytes))
+        real(self, to, at, nbytes)
+
+    monkeypatch.setattr(FileBytes, "read", noted)
+    monkeypatch.setattr(_safetensors, "_SMALL", 0)
+    with small_cpu(StagingCpu(), pinned_bytes=0):
+        yield read
+
+
+class StagingCpu(UnpinnedCpu):
+    """... whose kernels are behind its copies, as a GPU's, as far as this needs it."""
+
+    eager = False
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        with torch.no_grad():
+            dst.copy_(src)
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
+def test_staging_reads_from_the_file_and_touches_no_page_of_its_mapping(
+    run_asyncio, tmp_path, small_groups, from_the_file, monkeypatch
+):
+    """So that none is faulted in."""
+    path = save(
+        tmp_path / "x.safetensors", {f"{i}": content((300 + 19 * i,), torch.uint8, i) for i in range(100)}
+    )
+    moved: list[int] = []
+    monkeypatch.setattr(segments, "move", lambda *args: moved.append(args[2]))
+
+    async def main():
+        assert_same(await collect(aiogpu.load_safetensors(path)), load_file(path))
+
+    run_asyncio(main)
+    assert not moved
+    size = os.path.getsize(path)
+    data = sum(300 + 19 * i for i in range(100))
+    assert sum(nbytes for _, nbytes in from_the_file) == data
+    covered = sorted(from_the_file)
+    assert covered[0][0] == size - data
+    assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(covered)), "every byte once"
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
+def test_a_read_that_comes_back_short_goes_on(run_asyncio, many, from_the_file, monkeypatch):
+    preadv = os.preadv
+
+    def short(fd: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        return preadv(fd, [memoryview(buffers[0])[:37]], offset, flags)
+
+    monkeypatch.setattr(os, "preadv", short)
+
+    async def main():
+        assert_same(await collect(aiogpu.load_safetensors(many)), load_file(many))
+
+    run_asyncio(main)
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
+@pytest.mark.parametrize("how", ["shorter", "broken"])
+def test_a_file_that_cannot_be_read_any_more_is_an_error_and_not_the_end_of_the_process(
+    run_asyncio, many, from_the_file, monkeypatch, how
+):
+    preadv = os.preadv
+
+    def fails(fd: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        if isinstance(buffers[0], bytearray):
+            return preadv(fd, buffers, offset, flags)
+        if how == "shorter":
+            return 0
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fails)
+            with pytest.raises(OSError, match=r"shorter while it was being read|Input/output error"):
+                await collect(aiogpu.load_safetensors(many))
+        assert_same(await collect(aiogpu.load_safetensors(many)), load_file(many))
+
+    run_asyncio(main)
+
+
 # -- endings -----------------------------------------------------------------------------------------------
 
 
@@ -462,9 +556,9 @@ def test_what_a_cancelled_reader_still_finds_is_let_go_of(run, tmp_path, until, 
     kept: list[BaseException] = []
     tensor = _safetensors.Shard.tensor
 
-    def slow(self: Any, name: str) -> torch.Tensor:
-        found = tensor(self, name)
-        if name == looked_at and not reading.is_set():  # opening looks at the first tensor of each dtype
+    def slow(self: Any, *args: Any) -> torch.Tensor:
+        found = tensor(self, *args)
+        if args[0] == looked_at and not reading.is_set():  # opening looks at the first tensor of each dtype
             reading.set()
             go_on.wait(10)
         return found

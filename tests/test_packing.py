@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from typing import Any
 
+import hypothesis
 import numpy
 import pytest
 import torch
+from hypothesis import strategies as st
 from test_transfers import DTYPES, pattern, same
 
 import aiogpu
@@ -167,6 +170,95 @@ def test_inside_inference_mode_the_results_are_ordinary_tensors(run_asyncio, aut
     run_asyncio(main)
 
 
+SHAPES = [(), (1,), (3,), (64,), (2, 5), (5, 2), (4, 4, 4, 4), (0,), (70, 1000)]
+several = st.lists(
+    st.tuples(
+        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64]),
+        st.sampled_from(SHAPES),
+        st.sampled_from(["plain", "plain", "transposed", "parameter", "array", "same"]),
+        st.integers(1, 30),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def firsts(leaves: list[Any]) -> list[int]:
+    """For each leaf, where that object is first."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(x), number) for number, x in enumerate(leaves)]
+
+
+def made(recipe: list[Any]) -> list[Any]:
+    leaves: list[Any] = []
+    for seed, (dtype, shape, kind, count) in enumerate(recipe):
+        for number in range(count):
+            x = torch.randint(0, 100, shape, generator=torch.manual_seed(31 * seed + number)).to(dtype)
+            if kind == "parameter" and dtype.is_floating_point:
+                x = torch.nn.Parameter(x)
+            if kind == "same" and number:
+                x = leaves[-1]
+            leaves.append(
+                x.mT if kind == "transposed" and x.dim() > 1 else x.numpy() if kind == "array" else x
+            )
+    return leaves
+
+
+@pytest.mark.parametrize("wanted", [None, torch.float16], ids=str)
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_packed_means_the_same_as_one_by_one(auto_vd, wanted):
+    """Whatever the mixture, of which runs of leaves that are alike go together."""
+
+    @hypothesis.given(several)
+    @hypothesis.settings(deadline=None, max_examples=25)
+    def check(recipe: list[Any]) -> None:
+        asyncio.run(compare(made(recipe)))
+
+    async def compare(data: list[Any]) -> None:
+        for start in (aiogpu.to_device, aiogpu.to_host):
+            few = [data[n : n + SMALL_LEAVES] for n in range(0, len(data), SMALL_LEAVES)]
+            one_by_one = [leaf for some in few for leaf in await start(some, dtype=wanted)]
+            for found, alone in zip(await start(data, dtype=wanted), one_by_one, strict=True):
+                assert same(found, alone)
+                assert type(found) is type(alone)
+                assert found.requires_grad == alone.requires_grad
+                assert found.is_leaf
+                assert found.stride() == alone.stride() or found.numel() < 2 or 1 in found.shape
+                assert found._base is None
+        there = await aiogpu.to_device(data)
+        assert firsts(data) == firsts(there)
+
+    check()
+
+
+def test_leaves_of_equal_shape_go_together_wherever_they_are(run_asyncio, auto_vd, monkeypatch):
+    joined: list[int] = []
+    stack = packing._stack
+    monkeypatch.setattr(
+        packing, "_stack", lambda leaves, table: (joined.append(len(leaves)), stack(leaves, table))
+    )
+
+    async def main():
+        data = [{"a": torch.full((n % 3 + 1,), n), "b": torch.tensor(n)} for n in range(300)]
+        there = await aiogpu.to_device(data)
+        assert sorted(joined) == [100, 100, 100, 300]
+        assert all(same(x["a"], y["a"]) and same(x["b"], y["b"]) for x, y in zip(there, data, strict=True))
+
+    run_asyncio(main)
+
+
+def test_slabs_go_up_where_page_locked_chunks_are_smaller(run_asyncio):
+    from aiogpu._engine import EngineSettings
+
+    with virtual_device(auto=True, settings=EngineSettings(staging_bytes=256 * 1024)):
+
+        async def main():
+            data = batch(3000)
+            assert equal(await aiogpu.to_device(data), data)
+
+        run_asyncio(main)
+
+
 # -- what shared memory must not mean ------------------------------------------------------------------------
 
 
@@ -317,8 +409,14 @@ def test_packing_lets_go_of_the_gil_again_and_again(run_asyncio, auto_vd, monkey
 
     async def main():
         await aiogpu.to_device(batch(10 * plan.STRIDE, 8))
-        assert len(threads) >= 2 * 10 - 2
-        assert threading.get_ident() not in threads
+        assert len(threads) >= 10 - 1
+        threads.clear()
+        shapes = [torch.ones(n + 1, dtype=torch.uint8) for n in range(10 * packing.STRIDE)]
+        for start in (aiogpu.to_device, aiogpu.to_host):
+            await start(shapes)
+            assert len(threads) >= 3 * (10 - 3)  # planned, gathered, cut
+            assert threading.get_ident() not in threads
+            threads.clear()
 
     run_asyncio(main)
 
@@ -342,13 +440,19 @@ def nested(count: int) -> dict[str, Any]:
 
 def test_of_very_many_leaves_the_call_looks_at_some_and_a_thread_at_the_rest(run, auto_vd, monkeypatch):
     looks: list[int] = []
-    is_ordinary = tree.is_ordinary
+    is_ordinary, ordinary = tree.is_ordinary, tree.ordinary
 
     def noting(x: torch.Tensor) -> bool:
         looks.append(threading.get_ident())
         return is_ordinary(x)
 
+    def noting_all(parts: Any, dtype: Any) -> Any:
+        found = ordinary(parts, dtype)
+        looks.extend([threading.get_ident()] * len(parts) * (found is not None))
+        return found
+
     monkeypatch.setattr(tree, "is_ordinary", noting)
+    monkeypatch.setattr(tree, "ordinary", noting_all)
 
     async def main():
         for start in (aiogpu.to_device, aiogpu.to_host):

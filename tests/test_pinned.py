@@ -143,7 +143,7 @@ def test_staging_memory_is_touched_by_several_threads_before_it_is_page_locked()
     driver.pinned = pinned  # type: ignore[method-assign]
     assert toucher.allocate(7 * 2**20 + 5) is not None
     assert seen == [0], "not every page was written"
-    crew.each([barrier.wait] * 3)
+    crew.run(3, lambda _: barrier.wait())
     assert crew.close(5)
 
 

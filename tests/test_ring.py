@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import math
 import os
 import random
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +18,21 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from _small_blocks import CHUNK, PIECE, SLOT, UnpinnedCpu, small_cpu, small_virtual
+from _small_blocks import CHUNK, SLOT, UnpinnedCpu, small_cpu, small_virtual
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import aiogpu
 from aiogpu.drivers.cpu import CpuDriver
-from aiogpu.transfers import crew as crew_room
-from aiogpu.transfers.crew import Batch, Crew, Part, copying, touching
+from aiogpu.transfers import staging
+from aiogpu.transfers.crew import Crew
+from aiogpu.transfers.hostcopy import clear, move
 from aiogpu.transfers.layout import flat, pairs, same_order
 from aiogpu.transfers.pinned import StagingMemory
-from aiogpu.transfers.ring import Ring, _Ticket
-from aiogpu.transfers.staging import Lane, cut
+from aiogpu.transfers.ring import Ring
+from aiogpu.transfers.segments import Rows, Views, segment_bytes
+from aiogpu.transfers.staging import Lane
 
 MIB = 2**20
 
@@ -48,90 +54,147 @@ def crew() -> Iterator[Crew]:
     assert crew.close(5)
 
 
-@pytest.mark.parametrize("nbytes", [1, 95, 96, 97, 10_000])
-def test_pieces_cover_every_byte_once(crew, nbytes):
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    around = torch.full((nbytes + 64,), 7, dtype=torch.uint8)
-    crew.each(copying(around[32:-32], source, 96))
-    assert torch.equal(around[32:-32], source)
-    assert around[:32].unique().tolist() == around[-32:].unique().tolist() == [7]
-    crew.each(touching(around[32:-32], 96))
-    assert around[32:-32].count_nonzero() == 0
-    assert around[:32].unique().tolist() == around[-32:].unique().tolist() == [7]
+def in_thread(fn: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
+    thread = threading.Thread(target=lambda: fn(*args, **kwargs))
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize("how", ["one core", "busy with others", "ended"])
-def test_whoever_asks_gets_it_done_without_any_help(how, blocking_until):
+@pytest.mark.parametrize("helps", [True, False])
+def test_whoever_asks_gets_it_done_without_any_help(how, helps):
     crew = Crew(1 if how == "one core" else 3, nothing)
     gate, blocked = threading.Event(), threading.Semaphore(0)
+    others = []
     if how == "busy with others":
-        other = crew.batch()
-        other.add([lambda: (blocked.release(), gate.wait(10))] * 3)
-        for _ in range(2):
+        others.append(in_thread(crew.run, 3, lambda _: (blocked.release(), gate.wait(10))))
+        for _ in range(3):
             assert blocked.acquire(timeout=5)
+        helps = True  # who does not help waits for those who are busy
     if how == "ended":
         assert crew.close(5)
     done: list[int] = []
-    crew.each([lambda i=i: done.append(i) for i in range(100)])
+    crew.run(100, done.append, help=helps)
     assert sorted(done) == list(range(100))
     gate.set()
+    for each in others:
+        each.join(5)
     assert crew.close(5)
 
 
-def test_helpers_really_help(crew):
-    """Four pieces that need each other need four threads."""
-    barrier = threading.Barrier(4, timeout=10)
-    crew.each([barrier.wait] * 4)
+@pytest.mark.parametrize("helps", [True, False])
+def test_helpers_really_help(crew, helps):
+    """As many segments that need each other need as many threads."""
+    barrier = threading.Barrier(4 if helps else 3, timeout=10)
+    crew.run(barrier.parties, lambda _: barrier.wait(), help=helps)
 
 
-def test_one_transfer_does_not_keep_the_helpers_from_another():
+def test_a_single_segment_is_done_by_whoever_asks(crew):
+    ran: list[threading.Thread] = []
+    crew.run(1, lambda _: ran.append(threading.current_thread()))
+    crew.run(0, lambda _: ran.append(threading.current_thread()))
+    assert ran == [threading.current_thread()]
+
+
+def test_copy_threads_take_turns_between_transfers(blocking_until):
     crew = Crew(2, nothing)
-    gate = threading.Event()
+    gate, begun = threading.Event(), threading.Event()
     log: list[str] = []
-    long, short = crew.batch(), crew.batch()
-    first = long.add([lambda: gate.wait(10)] + [lambda: log.append("long")] * 100)
-    # Nobody waits for them, so the one helper does everything.
-    second = short.add([lambda: log.append("short")] * 2)
+
+    def first(index: int) -> None:
+        begun.set()
+        assert gate.wait(10)
+        log.append("long")
+
+    # Nobody of those who ask helps, so the one copy thread does everything.
+    threads = [in_thread(crew.run, 100, first, help=False)]
+    assert begun.wait(5)
+    for name in ("a", "b"):
+        threads.append(in_thread(crew.run, 3, lambda _, name=name: log.append(name), help=False))
+        blocking_until(lambda: len(crew._batches) == len(threads))
     gate.set()
-    second.block()
-    first.block()
-    assert log.index("short") <= crew_room._TURN
+    for thread in threads:
+        thread.join(10)
+    assert log[:9] == ["long", "long", "a", "b", "long", "a", "b", "long", "a"]
     assert log.count("long") == 100
     assert crew.close(5)
 
 
-def test_what_a_piece_raises_is_raised_to_whoever_waits_when_no_other_runs_any_more(crew):
+def test_what_a_segment_raises_is_raised_to_whoever_waits_when_no_other_runs_any_more(crew):
+    """Those that nobody has begun by then are left out: their chunks are somebody else's."""
+    begun, gate = threading.Semaphore(0), threading.Event()
+    running = [0]
+    lock = threading.Lock()
+
+    def step(index: int) -> None:
+        if index == 0:
+            for _ in range(3):
+                assert begun.acquire(timeout=5)
+            raise ValueError("mine")
+        with lock:
+            running[0] += 1
+        begun.release()
+        assert gate.wait(10)
+        with lock:
+            running[0] -= 1
+
+    def ask() -> None:
+        with pytest.raises(ValueError, match="mine"):
+            crew.run(1000, step)
+        left.append(running[0])
+
+    left: list[int] = []
+    thread = in_thread(ask)
+    assert not thread.join(0.05)
+    assert left == []
+    gate.set()
+    thread.join(10)
+    assert left == [0]
+    assert not crew._batches
     done: list[int] = []
-
-    def fails():
-        raise ValueError("mine")
-
-    batch = crew.batch()
-    part = batch.add([*[lambda: done.append(1)] * 20, fails, *[lambda: done.append(1)] * 20])
-    with pytest.raises(ValueError, match="mine"):
-        batch.wait(part)
-    assert len(done) == 40
-    assert batch._helpers == 0 or not batch._pieces
-    crew.each([lambda: done.append(1)])  # and the threads are still there
-    assert len(done) == 41
+    crew.run(20, done.append)  # and the threads are still there
+    assert sorted(done) == list(range(20))
 
 
-@pytest.mark.parametrize("count", [100, 70_000], ids=["by the asking thread", "by torch's own"])
-def test_reordering_is_exact(crew, count):
-    source = torch.arange(count * 2).view(count, 2).t()
-    target = torch.zeros(2, count, dtype=torch.int64)
-    Batch(crew).wait(crew.reorder(target, source))
-    assert torch.equal(target, source)
+def test_a_crew_keeps_nothing_of_what_it_has_done_or_failed_with(crew):
+    class Tensor: ...
+
+    def ask(fails: bool) -> weakref.ref[Tensor]:
+        tensor = Tensor()
+
+        def step(_: int, tensor: Tensor = tensor) -> None:
+            if fails:
+                raise ValueError("mine")
+
+        with contextlib.suppress(ValueError):
+            crew.run(10, step)
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        found = [ask(False), ask(True)]
+        barrier = threading.Barrier(4, timeout=10)
+        crew.run(4, lambda _: barrier.wait())  # all have gone on
+        assert [each() for each in found] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_copy_threads_run_without_grad(crew):
+    seen: list[bool] = []
+    barrier = threading.Barrier(3, timeout=10)
+    crew.run(3, lambda _: (barrier.wait(), seen.append(torch.is_grad_enabled())), help=False)
+    assert seen == [False] * 3
 
 
 def test_torchs_thread_settings_do_not_count_and_are_not_changed(crew):
     """Servers set them to 1; they belong to the whole process."""
     before = torch.get_num_threads()
-    crew.each(copying(torch.empty(MIB), torch.ones(MIB), 4096))
+    rows = Rows(torch.ones(MIB), torch.empty(MIB), 4096)
+    chunk = [torch.empty(4096, dtype=torch.uint8) for _ in range(rows.count)]
+    crew.run(rows.count, lambda i: rows.fill(i, chunk[i]))
     seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
+    in_thread(lambda: seen.append(torch.get_num_threads())).join()
     assert [torch.get_num_threads(), *seen] == [before, before]
 
 
@@ -175,15 +238,61 @@ def test_pairs_are_equal_elements_in_the_order_of_the_devices_memory(host, count
     assert torch.equal(torch.cat(seen), flat(there))
 
 
-@given(
-    nbytes=st.integers(1, 2**34), chunk=st.sampled_from([1024, 64, 192, 8 * MIB]), threads=st.integers(1, 32)
+@given(nbytes=st.integers(1, 2**36), chunk=st.sampled_from([1024, 64, 192, 8 * MIB]))
+def test_a_segment_fits_into_a_chunk_and_every_dtype_into_a_segment(nbytes, chunk):
+    each = segment_bytes(nbytes, chunk)
+    assert 64 <= each <= chunk
+    assert each % 64 == 0
+    assert each >= chunk // 4 // 64 * 64
+    assert nbytes <= 2 * MIB or nbytes > each
+
+
+@pytest.mark.parametrize(("nbytes", "each"), [(1, 2), (2, 2), (16, 2), (64, 4), (256, 4), (1024, 8)])
+def test_segments_grow_with_the_transfer(nbytes, each):
+    """In MiB; what was fastest on an H200."""
+    assert segment_bytes(nbytes * MIB, 8 * MIB) == each * MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count", "each"), [(2000, 2, 1024), (2049, 3, 704), (64, 1, 64), (1, 1, 1)]
 )
-def test_a_cut_fits_into_chunks_and_every_dtype_into_a_cut(nbytes, chunk, threads):
-    plan = cut(nbytes, chunk, threads)
-    assert 64 <= plan.step <= chunk
-    assert plan.step % 64 == 0
-    assert plan.piece >= 64
-    assert 2 <= plan.ahead < plan.share
+def test_segments_of_a_tensor_are_of_one_size(nbytes, count, each):
+    rows = Rows(torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8), 1024)
+    assert (rows.count, rows.there(0).numel()) == (count, each)
+
+
+@settings(max_examples=100, deadline=None)
+@given(host=strided(), nbytes=st.sampled_from([64, 128, 1024]), alike=st.booleans())
+def test_segments_are_every_element_once_both_ways(host, nbytes, alike):
+    if alike:
+        host = host.contiguous()
+    if not host.numel():
+        return
+    there = torch.zeros(host.shape, dtype=host.dtype)
+    back = torch.zeros_like(host, memory_format=torch.contiguous_format)
+    kind = Rows if alike else Views
+    up, down = kind(host, there, nbytes), kind(back, there, nbytes)
+    for index in random.sample(range(up.count), up.count):
+        row = torch.full_like(up.there(index), 7)
+        assert row.nbytes <= nbytes
+        up.fill(index, row)
+        assert torch.equal(up.host(index), row)
+        up.there(index).copy_(row)
+    assert torch.equal(there, host)
+    for index in random.sample(range(down.count), down.count):
+        down.empty(index, down.there(index).clone())
+    assert torch.equal(back, host)
+
+
+def test_bytes_are_moved_and_cleared_where_they_belong_and_nowhere_else():
+    source = torch.randint(0, 256, (97,), dtype=torch.uint8)
+    around = torch.full((97 + 64,), 7, dtype=torch.uint8)
+    move(around.data_ptr() + 32, source.data_ptr(), 97)
+    assert torch.equal(around[32:-32], source)
+    assert around[:32].unique().tolist() == around[-32:].unique().tolist() == [7]
+    clear(around.data_ptr() + 32, 97)
+    assert around[32:-32].count_nonzero() == 0
+    assert around[:32].unique().tolist() == around[-32:].unique().tolist() == [7]
 
 
 # -- the ring ----------------------------------------------------------------------------------------
@@ -230,17 +339,13 @@ class Rig:
         self.stopped = False
         self.threads: list[threading.Thread] = []
 
-    def take(self, owner: object = "", share: int = 10, short: bool = False) -> torch.Tensor | None:
-        return self.ring.take(owner, share, short=short, give_up=lambda: self.stopped)
+    def take(self, owner: str = "", *, short: bool = False, grow: bool = True) -> torch.Tensor | None:
+        return self.ring.take(owner or self, short=short, grow=grow, give_up=lambda: self.stopped)
 
-    def wait_in_thread(
-        self, name: str, *, short: bool = False, until: Callable[..., None], share: int = 10
-    ) -> None:
+    def wait_in_thread(self, name: str, *, short: bool = False, until: Callable[..., None]) -> None:
         queue = self.ring._short if short else self.ring._long
         before = len(queue)
-        thread = threading.Thread(target=lambda: self.got.append((name, self.take(name, share, short))))
-        thread.start()
-        self.threads.append(thread)
+        self.threads.append(in_thread(lambda: self.got.append((name, self.take(short=short)))))
         until(lambda: len(queue) == before + 1)
 
     def fly(self, chunk: torch.Tensor, owner: object = "") -> Event:
@@ -280,21 +385,79 @@ def test_chunks_are_page_locked_when_they_are_needed_and_then_used_again(rig):
     assert (ring.count, r.memory.allocations) == (1, 1)
 
 
-def test_a_transfer_gets_no_more_chunks_than_its_share_and_all_no_more_than_the_limit(rig):
-    r = rig(limit=4)
-    for _ in range(2):
-        r.fly(r.take("a", 2), "a")
-    assert r.ring.try_take("a", 2) is None
-    assert r.ring.try_take("b", 2) is not None
-    assert r.ring.try_take("b", 2) is not None
-    assert r.ring.try_take("c", 2) is None
-    assert r.ring.allocated_bytes == 4 * 64
-
-
-def test_a_free_chunk_is_anybodys_whatever_his_share(rig):
-    r = rig()
+def test_there_are_no_more_chunks_than_the_limit_and_no_more_than_were_needed_at_once(rig):
+    r = rig(limit=3)
+    for _ in range(5):
+        r.ring.give(r.take())
+    assert r.ring.count == 1
+    r.fly(r.take()).done = True
     r.ring.give(r.take())
-    assert r.ring.try_take("a", 0) is not None
+    assert r.ring.count == 1, "the device was done with it"
+    chunks = [r.take() for _ in range(3)]
+    assert r.ring.count == 3
+    r.fly(chunks.pop()).done = True
+    assert r.take() is not None
+    assert (r.ring.count, r.memory.allocations) == (3, 3)
+
+
+def test_a_transfer_that_has_something_in_flight_waits_instead_of_taking_new_memory(rig, blocking_until):
+    r = rig(limit=3)
+    event = r.fly(r.take("a"), "a")
+    r.threads.append(in_thread(lambda: r.got.append(("a", r.take("a")))))
+    blocking_until(lambda: r.ring.waits == 1)
+    assert r.ring.count == 1
+    event.done = True
+    blocking_until(lambda: r.got)
+    assert r.take("b") is not None
+    assert r.ring.count == 2
+
+
+def test_how_many_chunks_there_are_depends_on_what_is_expected_not_on_who_is_faster(rig):
+    """So after the first transfer of a kind, nothing is page-locked any more."""
+    r = rig(limit=4)
+    r.ring.expect(3)
+    for _ in range(3):
+        r.ring.give(r.take())
+    assert r.ring.count == 3
+    r.ring.expect(2)
+    r.ring.expect(10)
+    for _ in range(3):
+        r.ring.give(r.take())
+    assert (r.ring.count, r.memory.allocations) == (4, 4)
+    r.ring.trim()
+    r.ring.give(r.take())
+    assert r.ring.count == 1, "what was expected before is forgotten with it"
+
+
+def test_chunks_are_page_locked_one_at_a_time(rig, monkeypatch):
+    """It holds up the launches of every other thread."""
+    r = rig(limit=8)
+    r.ring.expect(8)
+    lock = threading.Lock()
+    pinned = r.device.pinned
+
+    def alone(*args: Any) -> torch.Tensor:
+        assert lock.acquire(blocking=False)
+        time.sleep(0)
+        block = pinned(*args)
+        lock.release()
+        return block
+
+    monkeypatch.setattr(r.device, "pinned", alone)
+    barrier = threading.Barrier(8, timeout=10)
+    threads = [in_thread(lambda: (barrier.wait(), r.got.append(("", r.take())))) for _ in range(8)]
+    for thread in threads:
+        thread.join(10)
+    assert len({chunk.data_ptr() for _, chunk in r.got}) == 8
+
+
+def test_the_chunk_that_was_given_back_last_is_taken_first(rig):
+    """Its memory may still be in the caches."""
+    r = rig(limit=3)
+    a, b, c = (r.take() for _ in range(3))
+    for chunk in (a, c, b):
+        r.ring.give(chunk)
+    assert [r.take() is chunk for chunk in (b, c, a)] == [True] * 3
 
 
 def test_whoever_waits_gets_the_first_chunk_that_the_device_is_done_with(rig, blocking_until):
@@ -303,6 +466,7 @@ def test_whoever_waits_gets_the_first_chunk_that_the_device_is_done_with(rig, bl
     chunks = [r.take() for _ in range(3)]
     events = [r.fly(chunk, number) for number, chunk in enumerate(chunks)]
     r.wait_in_thread("waiter", until=blocking_until)
+    assert not r.got
     events[1].done = True
     blocking_until(lambda: r.got)
     assert r.got[0][1] is chunks[1]
@@ -315,24 +479,29 @@ def test_turns_come_in_the_order_of_asking_and_nobody_overtakes(rig, blocking_un
     chunk = r.take()
     for name in "abc":
         r.wait_in_thread(name, until=blocking_until)
-    assert r.ring.try_take("holder", 10) is None, "somebody who may hold chunks comes after all who wait"
     for count in (1, 2, 3):
         r.ring.give(chunk)
         blocking_until(lambda count=count: len(r.got) == count)
-        assert r.ring.try_take("holder", 10) is None
     assert [name for name, _ in r.got] == ["a", "b", "c"]
 
 
-def test_who_holds_chunks_gets_neither_a_finished_nor_a_new_one_while_somebody_waits(rig):
-    """Also when the one who waits has not come to look yet."""
-    r = rig(limit=3)
-    r.fly(r.take("a"), "a").done = True
-    somebody = _Ticket(short=False)
-    r.ring._long.append(somebody)
-    assert r.ring.try_take("a", 10) is None
-    assert r.ring.count == 1
-    r.ring._long.clear()
-    assert r.ring.try_take("a", 10) is not None
+def test_who_asks_while_somebody_waits_overtakes_nobody_even_if_he_is_the_one_who_finds_it(
+    rig, blocking_until, monkeypatch
+):
+    """The one who waits has not come to look yet."""
+    r = rig(limit=1)
+    event = r.fly(r.take())
+    look = r.ring._look
+    monkeypatch.setattr(r.ring, "_look", nothing)
+    r.wait_in_thread("first", until=blocking_until)
+    event.done = True
+    first = r.threads[0].ident
+    monkeypatch.setattr(r.ring, "_look", lambda: None if threading.get_ident() == first else look())
+    r.threads.append(in_thread(lambda: r.got.append(("second", r.take()))))
+    blocking_until(lambda: r.got)
+    assert [name for name, _ in r.got] == ["first"]
+    r.ring.give(r.got[0][1])
+    blocking_until(lambda: len(r.got) == 2)
 
 
 def test_a_short_transfer_is_next_but_never_twice_in_a_row(rig, blocking_until):
@@ -348,34 +517,55 @@ def test_a_short_transfer_is_next_but_never_twice_in_a_row(rig, blocking_until):
     assert [name for name, _ in r.got] == ["s1", "L1", "s2", "L2", "s3", "L3"]
 
 
-def test_a_chunk_in_flight_is_never_handed_out(rig):
+def test_a_chunk_in_flight_is_never_handed_out(rig, blocking_until):
     r = rig(limit=2)
-    flying = [r.take(), r.take()]
-    for chunk in flying:
+    for chunk in [r.take(), r.take()]:
         r.fly(chunk)
-    assert r.ring.try_take("b", 10) is None
+    r.wait_in_thread("waiter", until=blocking_until)
+    blocking_until(lambda: r.ring.waits == 1)
+    assert not r.got
     assert r.ring.trim() == 0
     assert r.ring.used_bytes == 2 * 64
 
 
 def test_the_end_of_a_transfer_frees_what_it_had_in_flight_and_nothing_else(rig):
     r = rig(limit=3)
-    mine, other = r.take("a"), r.take("b")
+    mine, other = r.take(), r.take()
     r.fly(mine, "a")
     r.fly(other, "b")
     r.ring.land("a")
     assert r.ring.used_bytes == 64
-    assert r.ring.try_take("c", 0) is mine
-    assert r.ring.try_take("c", 0) is None
+    assert r.take(grow=False) is mine
+    assert r.ring.used_bytes == 2 * 64
 
 
 def test_without_page_locked_memory_nobody_waits_for_any(rig):
     r = rig(blocks=0)
     with pytest.warns(RuntimeWarning, match="could not page-lock"):
         assert r.take() is None
-    assert r.ring.try_take("a", 10) is None
-    assert (r.ring.count, r.memory.failures) == (0, 2)
+    assert r.take(grow=False) is None
+    assert (r.ring.count, r.memory.failures) == (0, 1)
     assert rig(limit=0).take() is None
+
+
+def test_what_a_look_raises_is_raised_to_the_one_who_looks_and_the_queue_moves_on(rig, blocking_until):
+    """A lost device: the others give up by themselves."""
+    r = rig(limit=1)
+    chunk = r.take()
+
+    def fails(_: Any) -> bool:
+        raise RuntimeError("lost")
+
+    real, r.device.query = r.device.query, fails
+    r.fly(chunk)
+    with pytest.raises(RuntimeError, match="lost"):
+        r.take()
+    assert not r.ring.wanted
+    r.device.query = real
+    r.wait_in_thread("waiter", until=blocking_until)
+    r.ring.land("")
+    blocking_until(lambda: r.got)
+    assert r.got[0][1] is chunk
 
 
 def test_when_no_more_can_be_page_locked_one_waits_for_what_there_is(rig, blocking_until, monkeypatch):
@@ -477,19 +667,29 @@ class Turns(RuleBasedStateMachine):
         self.held: dict[int, torch.Tensor] = {}
         self.flying: list[tuple[str, Event, torch.Tensor]] = []
 
-    @rule(owner=st.sampled_from("ab"), share=st.integers(0, 3))
-    def take(self, owner: str, share: int) -> None:
-        mine = [f for f in self.flying if f[0] == owner]
-        before = self.ring.count
+    @precondition(lambda self: self.ring._free or self.ring.count < self.ring.limit or self.landable)
+    @rule(grow=st.booleans())
+    def take(self, grow: bool) -> None:
+        before, free, landable = self.ring.count, len(self.ring._free), self.landable
+        none = not free and not landable and not (grow and self.rig.device.left)
+        if none and before:
+            return  # it would wait
         with contextlib.suppress(RuntimeWarning):
-            chunk = self.ring.try_take(owner, share)
-            if chunk is not None:
-                assert id(chunk) not in self.held
-                still = [f for f in self.flying if f[2] is chunk]
-                assert all(f[1].done for f in still), "the device still uses it"
-                self.flying = [f for f in self.flying if f[2] is not chunk]
-                self.held[id(chunk)] = chunk
-                assert self.ring.count == before or len(mine) < share
+            chunk = self.rig.take(grow=grow)
+        assert (chunk is None) == none
+        if chunk is not None:
+            assert id(chunk) not in self.held
+            still = [f for f in self.flying if f[2] is chunk]
+            assert all(f[1].done for f in still), "the device still uses it"
+            self.flying = [f for f in self.flying if f[2] is not chunk]
+            self.held[id(chunk)] = chunk
+            assert (self.ring.count == before + 1) == (not free and not landable)
+
+    @property
+    def landable(self) -> bool:
+        """Is the device done with the oldest chunk of an owner?"""
+        oldest = {owner: event for owner, event, _ in reversed(self.flying)}
+        return any(event.done for event in oldest.values())
 
     @precondition(lambda self: self.held)
     @rule(owner=st.sampled_from("ab"), submit=st.booleans())
@@ -513,7 +713,10 @@ class Turns(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.ring.trim()
-        self.flying = [f for f in self.flying if not f[1].done]
+        while self.landable:
+            oldest = {f[0]: f for f in reversed(self.flying)}
+            done = next(f for f in oldest.values() if f[1].done)
+            self.flying = [f for f in self.flying if f is not done]
 
     @rule(nbytes=st.integers(0, 300))
     def reserve(self, nbytes: int) -> None:
@@ -527,9 +730,7 @@ class Turns(RuleBasedStateMachine):
         ring = self.ring
         assert 0 <= ring.count <= ring.limit
         assert ring.allocated_bytes == 64 * (self.rig.memory.allocations - self.rig.device.unpinned)
-        known = len(self.held) + len(self.flying)
-        done = sum(f[1].done for f in self.flying)
-        assert 64 * (known - done) <= ring.used_bytes <= 64 * known
+        assert ring.used_bytes == 64 * (len(self.held) + len(self.flying))
 
 
 Turns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -544,6 +745,31 @@ test_a_ring_keeps_its_books_whatever_happens = pytest.mark.filterwarnings("ignor
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_tensors_of_one_transfer_are_copied_side_by_side(run_asyncio, monkeypatch, way):
+    """Also those that are no longer than a segment: here each copy needs the two others."""
+    barrier = threading.Barrier(3, timeout=10)
+    name = "fill" if way == "up" else "empty"
+    real = getattr(Rows, name)
+    with small_cpu(UnpinnedCpu(), pinned_bytes=0) as engine:
+        assert engine.crew.threads == 3
+        xs = [pattern(300 + 8 * index, index) for index in range(3)]
+        strided = pattern(600)[::2]
+
+        async def main():
+            with monkeypatch.context() as patch:
+                patch.setattr(Rows, name, lambda *args: (barrier.wait(), real(*args))[1])
+                if way == "up":
+                    back = await aiogpu.to_device([*xs, strided])
+                else:
+                    back = await aiogpu.to_host(xs)
+                    strided_out = torch.zeros(600, dtype=torch.uint8)[::2]
+                    back.append(await aiogpu.to_host(strided.clone(), out=strided_out))
+            assert all(torch.equal(a, b) for a, b in zip([*xs, strided], back, strict=True))
+
+        run_asyncio(main)
 
 
 async def settled() -> None:
@@ -582,15 +808,15 @@ def test_many_transfers_share_the_ring_fairly(run_asyncio, moving, monkeypatch, 
         xs = [pattern(64 * CHUNK, i) for i in range(8)]
         turns: list[int] = []
         asking: set[int] = set()
-        take = Ring.take
+        take = Lane._take
 
-        def noted(ring, owner, *args, **kwargs):
-            asking.add(id(owner))
-            chunk = take(ring, owner, *args, **kwargs)
-            turns.append(id(owner))
+        def noted(lane, short):
+            asking.add(id(lane))
+            chunk = take(lane, short)
+            turns.append(id(lane))
             return chunk
 
-        monkeypatch.setattr(Ring, "take", noted)
+        monkeypatch.setattr(Lane, "_take", noted)
 
         async def main():
             operations = [getattr(aiogpu, verb)(x) for x in xs]
@@ -630,7 +856,7 @@ def test_what_breaks_off_leaves_no_chunk_and_no_copy_thread_behind(run_asyncio, 
         async def main():
             with monkeypatch.context() as patch:
                 if when == "filling":
-                    patch.setattr(Batch, "add", then_fail(Batch.add, 5))
+                    patch.setattr(Rows, "fill", then_fail(Rows.fill, 5))
                 elif when == "submitting":
                     patch.setattr(driver, "copy", then_fail(driver.copy, 5))
                 else:
@@ -643,46 +869,122 @@ def test_what_breaks_off_leaves_no_chunk_and_no_copy_thread_behind(run_asyncio, 
         run_asyncio(main)
 
 
-def test_an_upload_that_breaks_off_is_not_left_while_a_copy_thread_still_reads_for_it(monkeypatch):
+@pytest.mark.parametrize("fails", ["filling", "submitting"])
+def test_an_upload_that_breaks_off_is_not_left_while_a_copy_thread_still_reads_for_it(monkeypatch, fails):
     """Its chunk and its source would be somebody else's by then."""
-    gate, returned = threading.Event(), threading.Event()
+    gate, returned, reads = threading.Event(), threading.Event(), threading.Event()
     left: list[bool] = []
-    copiers: list[threading.Thread] = []
-    fill = Lane._fill
+    turn = itertools.count()
 
-    def slowly(lane: Lane, load: Any, rows: bool, plan: Any) -> None:
-        if not copiers:
-            fill(lane, load, rows, plan)
-        else:
-            load.part = Part(1)
-        work = load.part.run if copiers else lambda piece: None
-        copiers.append(threading.Thread(target=work, args=(lambda: gate.wait(10),)))
-        copiers[-1].start()
-
-    def fails(*args: Any) -> None:
+    def breaks() -> None:
+        assert reads.wait(10)
         raise RuntimeError("injected")
+
+    def slowly(*_: Any) -> None:
+        if next(turn) == 0:
+            if fails == "filling":
+                breaks()
+            return
+        reads.set()
+        assert gate.wait(10)
 
     with small_cpu(driver := UnpinnedCpu()) as engine:
 
         def upload() -> None:
             lane = Lane(engine, driver.open_stream("copy"))
-            with contextlib.suppress(RuntimeError):
+            with pytest.raises(RuntimeError, match="injected"):
                 lane.upload(torch.empty(3 * CHUNK), torch.ones(3 * CHUNK))
             left.append(gate.is_set())
             returned.set()
             lane.give_back()
 
-        monkeypatch.setattr(Lane, "_fill", slowly)
-        monkeypatch.setattr(driver, "copy", fails)
-        thread = threading.Thread(target=upload)
-        thread.start()
+        monkeypatch.setattr(Rows, "fill", slowly)
+        if fails == "submitting":
+            monkeypatch.setattr(driver, "copy", lambda *_: breaks())
+        thread = in_thread(upload)
+        assert reads.wait(10)
         assert not returned.wait(0.1)
         gate.set()
-        for each in (thread, *copiers):
-            each.join(10)
-        assert len(copiers) > 1
+        thread.join(10)
         assert left == [True]
         assert engine.chunks.used_bytes == 0
+
+
+@pytest.mark.parametrize("verb", ["upload", "download_through_chunks"])
+def test_a_chunk_of_a_submission_that_broke_off_is_kept_until_the_device_is_done(monkeypatch, verb):
+    """It may have been given to the device before."""
+    with small_virtual(auto=False) as (device, engine):
+
+        def fails(_: Any) -> None:
+            raise RuntimeError("injected")
+
+        lane = Lane(engine, device.open_stream("copy"))
+        monkeypatch.setattr(device, "record", fails)
+        with pytest.raises(RuntimeError, match="injected"):
+            getattr(lane, verb)(torch.empty(64), pattern(256).view(torch.float32))  # one segment
+        assert engine.chunks.used_bytes == CHUNK
+        lane.give_back()
+        assert engine.chunks.used_bytes == 0
+        device.run_all()
+
+
+@pytest.mark.filterwarnings("ignore:aiogpu could not page-lock")
+def test_page_locked_memory_that_was_refused_is_asked_for_once_in_a_transfer(run_asyncio):
+    """By each thread that asks at the same time, at most."""
+    with small_virtual() as (device, engine):
+        device.pin_failures = 10**6
+
+        async def main():
+            for count in (1, 2):
+                x = pattern(30 * CHUNK)
+                assert torch.equal(await aiogpu.to_device(x), x)
+                assert 1 <= engine.memory.failures <= count * engine.crew.threads
+
+        run_asyncio(main)
+
+
+def test_a_transfer_is_short_while_all_of_it_so_far_fits_into_a_chunk(monkeypatch):
+    with small_virtual(auto=True) as (device, engine):
+        shorts: list[bool] = []
+        take = engine.chunks.take
+
+        def noted(owner: object, *, short: bool, **rest: Any) -> Any:
+            shorts.append(short)
+            return take(owner, short=short, **rest)
+
+        monkeypatch.setattr(engine.chunks, "take", noted)
+        lane = Lane(engine, device.open_stream("copy"))
+        for nbytes in (200, CHUNK - 200, 1):
+            lane.upload(torch.empty(nbytes, dtype=torch.uint8), pattern(nbytes))
+        assert shorts[0] is shorts[-2] is True
+        assert shorts[-1] is False
+        lane.give_back()
+
+
+def test_torch_reorders_on_one_thread_for_all_transfers(run_asyncio, monkeypatch):
+    """OpenMP makes a team for each thread that calls it."""
+    monkeypatch.setattr(staging, "_GRAIN", 0)
+    threads: set[str] = set()
+    for name in ("fill", "empty"):
+        real = getattr(Views, name)
+
+        def noted(*args: Any, real: Any = real) -> None:
+            threads.add(threading.current_thread().name)
+            real(*args)
+
+        monkeypatch.setattr(Views, name, noted)
+    with small_cpu(UnpinnedCpu(), pinned_bytes=0):
+        xs = [pattern(20 * CHUNK, index)[::2] for index in range(4)]
+
+        async def main():
+            there = await aiogpu.gather(*map(aiogpu.to_device, xs))
+            outs = [torch.zeros(20 * CHUNK, dtype=torch.uint8)[::2] for _ in xs]
+            ways = zip(there, outs, strict=True)
+            back = await aiogpu.gather(*(aiogpu.to_host(x, out=out) for x, out in ways))
+            assert all(torch.equal(x, y) for x, y in zip(xs, back, strict=True))
+
+        run_asyncio(main)
+    assert threads == {"aiogpu-reorder-1"}
 
 
 def test_what_copy_threads_write_into_out_shows_in_its_version(run_asyncio):
@@ -709,7 +1011,7 @@ def test_what_copy_threads_write_into_out_shows_in_its_version(run_asyncio):
 )
 @given(
     sizes=st.lists(st.integers(SLOT + 1, 12 * CHUNK), min_size=1, max_size=6),
-    chunks=st.integers(2, 5),
+    chunks=st.integers(1, 5),
     pinned_bytes=st.sampled_from([0, 2**30]),
     failures=st.sampled_from([0, 0, 1, 3, 10**6]),
     strided=st.booleans(),
@@ -720,7 +1022,8 @@ def test_any_mix_of_transfers_is_exact_whatever_the_order_of_the_devices_streams
     run_asyncio, sizes, chunks, pinned_bytes, failures, strided, seed
 ):
     rng = random.Random(seed)
-    with small_virtual(auto=False, chunks=chunks, pinned_bytes=pinned_bytes) as (device, engine):
+    with small_virtual(auto=False, chunks=5, pinned_bytes=pinned_bytes) as (device, engine):
+        engine.chunks.limit = chunks
         device.pin_failures = failures
         xs = [pattern(2 * size, i)[:: 2 if strided else 1] for i, size in enumerate(sizes)]
         results: list[Any] = [None] * len(xs)
@@ -759,7 +1062,7 @@ SOAK = int(os.environ.get("AIOGPU_SOAK", "400"))
 def test_soak_of_random_transfers_and_cancellations(run_asyncio, moving, blocking_until, kind):
     """C70, C72: not one wrong byte; nothing left in pools and registry."""
     rng = random.Random(SOAK)
-    sizes = [1, SLOT, SLOT + 1, PIECE, CHUNK, CHUNK + 1, 3 * CHUNK, 17 * CHUNK + 5]
+    sizes = [1, SLOT, SLOT + 1, CHUNK // 2, CHUNK, CHUNK + 1, 3 * CHUNK, 17 * CHUNK + 5]
     sources = [pattern(size, index) for index, size in enumerate(sizes)]
     survived = 0
     with contextlib.ExitStack() as stack:

@@ -30,13 +30,15 @@ import aiogpu  # noqa: E402 -- after the skip
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "serve"))
 
-import app as service  # noqa: E402 -- the example, found by the line above
+import admission  # noqa: E402 -- the example, found by the line above
+import app as service  # noqa: E402
 import limits  # noqa: E402
 import load  # noqa: E402
 import model  # noqa: E402
 from client import Connection, Reply, request  # noqa: E402
 
 CPU = torch.device("cpu")
+BATCHES = 2  # under way at once in the example's batcher, which keeps their streams
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -386,6 +388,73 @@ def test_one_client_cannot_take_the_whole_queue(loop, cache, until):
     drive(loop, cache, body, max_queue=16, max_batch_size=2, client_header="x-client")
 
 
+@pytest.mark.parametrize("route", ["/classify/batch", "/write"])
+def test_one_client_cannot_take_all_places_of_a_route(run_asyncio, cache, until, route):
+    """What goes past the batcher has the same rule: a quarter for one client, 429 for what is beyond."""
+    import threading
+
+    async def body(served: Served) -> None:
+        running, hold = served.app.app.state.service, threading.Event()
+        for name in ("digits", "writer"):
+            setattr(running, name, Held(getattr(running, name), hold))
+
+        async def ask(client: str) -> Reply:
+            if route == "/write":
+                return await served.ask("GET", "/write?prompt=The&characters=3", x_client=client)
+            return await served.ask(
+                "POST", route, b"\0" * 128, x_dtype="uint8", x_shape="2,8,8", x_client=client
+            )
+
+        places = running.texts if route == "/write" else running.batches
+        async with asyncio.TaskGroup() as group:
+            greedy = [group.create_task(ask("greedy")) for _ in range(10)]
+            await until(lambda: sum(task.done() for task in greedy) == 8)
+            assert places.taken == {"greedy": 2}
+            others = [group.create_task(ask(f"modest {i}")) for i in range(6)]
+            await until(lambda: places.taken.total() == 8)
+            late = await ask("late")
+            hold.set()
+        statuses = sorted(task.result().status for task in greedy)
+        assert statuses == [200] * 2 + [429] * 8
+        assert [task.result().status for task in others] == [200] * 6
+        assert late.status == 429, "there are no more places than that"
+        assert late.headers["retry-after"] == "1"
+        assert late.body == b"too many requests\n"
+        assert not places.taken
+        assert (await ask("greedy")).status == 200
+
+    drive(run_asyncio, cache, body, places=8, client_header="x-client")
+
+
+class Held:
+    """A model that computes nothing before it may."""
+
+    def __init__(self, model: Any, hold: Any) -> None:
+        self.model, self.hold = model, hold
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.hold.wait(20)
+        return self.model(*inputs)
+
+    def step(self, *inputs: Any) -> Any:
+        self.hold.wait(20)
+        return self.model.step(*inputs)
+
+
+def test_a_place_is_free_again_however_its_request_has_ended():
+    places = admission.Admission("places", 2, 1)
+    with pytest.raises(ZeroDivisionError), places.place("a"):
+        raise ZeroDivisionError
+    with places.place("a"), pytest.raises(aiogpu.OverloadedError, match="one client may have 1") as refused:
+        with places.place("a"):
+            pytest.fail("it is let in twice")
+    assert 0 < refused.value.retry_after <= 1
+    with places.place("a"), places.place("b"), pytest.raises(aiogpu.OverloadedError, match="all 2 places"):
+        with places.place("c"):
+            pytest.fail("it is let in although all places are taken")
+    assert not places.taken
+
+
 # -- clients that go, and load -------------------------------------------------------------------------
 
 
@@ -408,7 +477,8 @@ def test_a_client_that_goes_away_leaves_nothing_behind(loop, cache, until):
                         await connection.send(request("POST", "/classify", body_)[:-5])
         await until(lambda: served.app.in_flight == 0)
         assert (await served.classify(pixels[0].tolist())).status == 200
-        assert aiogpu.stats().streams_in_use == 0
+        assert aiogpu.stats().streams_in_use <= BATCHES
+        assert not served.app.app.state.service.texts.taken
         stats = served.app.app.state.service.batcher.stats()
         assert stats.waiting == stats.running == 0
 
@@ -430,6 +500,9 @@ def test_the_load_generator_checks_what_it_is_told(loop, cache, tmp_path, capsys
         opened = await load.open_loop("127.0.0.1", served.port, asks, rate=400, requests=60)
         assert opened.counts == {200: 60}
         assert opened.percentile(50) <= opened.percentile(99) <= opened.elapsed
+        timed = await load.open_loop("127.0.0.1", served.port, asks, rate=400, seconds=0.1)
+        assert set(timed.counts) == {200}
+        assert 0.1 <= timed.elapsed < 10
         wrong = [load.Ask(asks[0].wire, lambda answer: False)]
         assert (await load.closed_loop("127.0.0.1", served.port, wrong, clients=1, requests=3)).wrong == 3
         load.report(opened, Console(width=100))
@@ -641,7 +714,9 @@ def test_the_grpc_variant_serves_the_same(run_asyncio, cache, until, monkeypatch
                 try:
                     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                         await talk(channel, truth)
-                    await until(lambda: aiogpu.stats().streams_in_use == 0)
+                    await until(lambda: aiogpu.stats().streams_in_use <= BATCHES)
+                    assert not made.texts.taken
+                    assert not made.batches.taken
                 finally:
                     await server.stop(grace=5)
 

@@ -13,18 +13,19 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-import anyio
 import torch
 
 from .. import _loops
-from .._engine import normalize
-from .._errors import OverloadedError
+from .._engine import Engine, normalize
+from .._errors import ClosedError, OverloadedError
+from .._flow.outlet import Crew
 from .._handoff import Handoff
 from .._runtime import current_runtime
 from .._settings import at_least
 from .._tasks import current_task
 from ..transfers.tree import tensors_of
 from .collate import describe
+from .computing import Batches
 from .entry import Entry
 from .lane import Lane
 from .observing import BatcherStats, CallEnded, Observer, _live, observers, tell
@@ -106,8 +107,8 @@ class Batcher:
     after some that succeed. Only a call that fails alone raises ``torch.OutOfMemoryError``.
 
     Leaving the block waits until every call has its result; leaving it with an exception (or cancelled)
-    closes it: whoever still waits or is computed gets ``anyio.ClosedResourceError``. Enter and leave it in
-    the same task. One batcher serves one event loop.
+    closes it: whoever still waits or is computed gets ``ClosedError``. The task that leaves it may be another
+    one than the task that has entered it, as with fixtures and lifespans. One batcher serves one event loop.
     """
 
     def __init__(
@@ -169,22 +170,12 @@ class Batcher:
         pipeline = Pipeline(
             lane, engine, self._collate, self._split, download=self._to_host, threads=self._in_flight
         )
-        self._group = anyio.create_task_group()
+        batches = Batches(self.name, self._sizes, pipeline, runtime, self._observers, isolate=self._isolate)
         service = Service(
-            self.name,
-            self._queue,
-            self._sizes,
-            pipeline,
-            engine,
-            runtime.reactor.door,
-            self._group,
-            self._observers,
-            max_delay=self._max_delay,
-            in_flight=self._in_flight,
-            isolate=self._isolate,
+            self.name, self._queue, batches, max_delay=self._max_delay, in_flight=self._in_flight
         )
-        await self._group.__aenter__()
-        self._group.start_soon(service.dispatch, name=f"{self.name}: dispatcher")
+        self._crew = Crew([service.run], lambda _: service.abort())
+        self._crew.start()
         self._service = service
         _live.add(self)
         return self
@@ -203,12 +194,10 @@ class Batcher:
         finally:
             _live.discard(self)
             service.abort()
-            self._group.cancel_scope.cancel()
-            # Not with the error: the group would wrap it.
-            await self._group.__aexit__(None, None, None)
+            await self._crew.end()
 
     def close(self) -> None:
-        """Take no more calls: those that wait get ``anyio.ClosedResourceError`` at once, running ones finish.
+        """Take no more calls: those that wait get ``ClosedError`` at once, running ones finish.
 
         For a service that wants to end soon; leaving the block afterwards waits for the running ones.
         """
@@ -248,7 +237,7 @@ class Batcher:
             ``timeout``. ``retry_after`` says in how many seconds to try again.
         TimeoutError
             After ``timeout``.
-        anyio.ClosedResourceError
+        ClosedError
             The batcher is closed, or being closed.
         DeviceLostError
             At once when the device is lost.
@@ -275,10 +264,10 @@ class Batcher:
         except OverloadedError:
             outcome = "refused" if entry is None else "error"
             raise
-        except anyio.ClosedResourceError:
+        except ClosedError:
             outcome = "closed"
             raise
-        except Exception:
+        except (Exception, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
             outcome = "cancelled"
@@ -334,37 +323,44 @@ class Batcher:
             self._refuse(service, reason, service.predicted_wait(priority, client, cost))
         if timeout is not None:
             at_least(0.0, "timeout", timeout, None)
-            wait = service.predicted_wait(priority, client, cost)
-            if wait > timeout:
-                reason = f"the predicted wait of {wait:.3g} s is longer than the timeout of {timeout:.3g} s"
-                self._refuse(service, reason, wait - timeout)
+            if service.longest_wait(cost) > timeout:  # else there is no need to look closer
+                wait = service.predicted_wait(priority, client, cost)
+                if wait > timeout:
+                    reason = (
+                        f"the predicted wait of {wait:.3g} s is longer than the timeout of {timeout:.3g} s"
+                    )
+                    self._refuse(service, reason, wait - timeout)
         engine = service.engine
         signature, nbytes = (None, 0) if self._collate is not None else describe(item, engine.device)
         task = current_task()
         # Where work is done when it is submitted there is nothing to order; other devices' tensors apart. Nor
         # is there for an item that is known to be all in host memory: callers share streams, and with an edge
         # the upload of the next batch would wait for whatever else is on theirs.
-        if (not engine.driver.eager or torch.cuda.is_initialized()) and (
-            self._collate is not None
-            or any(tensor.device == engine.device or tensor.is_cuda for tensor in tensors_of(item))
-        ):
+        if (not engine.driver.eager or torch.cuda.is_initialized()) and self._has_streams(item, engine):
             item = Handoff(item)
         entry = Entry(
             item,
-            waiter=service.door.waiter(),
-            born=made,
-            priority=priority,
-            client=client,
-            cost=cost,
-            signature=signature,
-            nbytes=nbytes,
-            follows=task is not None and task.engine is engine,
+            service.door.waiter(),
+            made,
+            priority,
+            client,
+            cost,
+            signature,
+            nbytes,
+            task is not None and task.engine is engine,
         )
         service.submit(entry, timeout)
         return entry
 
+    def _has_streams(self, item: Any, engine: Engine) -> bool:
+        """May there be work that the batch must be ordered behind?"""
+        if self._collate is not None:
+            return True
+        tensors = (item,) if type(item) is torch.Tensor else tensors_of(item)
+        return any(tensor.is_cuda or tensor.device == engine.device for tensor in tensors)
+
     def _refuse(self, service: Service, reason: str, wait: float) -> None:
-        retry_after = wait if wait > 0 else service.forecast.typical or _UNKNOWN
+        retry_after = wait if wait > 0 else service.batches.forecast.typical or _UNKNOWN
         raise OverloadedError(
             f"{self.name} is overloaded: {reason}; try again in {retry_after:.3g} s", retry_after
         )
@@ -383,11 +379,12 @@ class Batcher:
     def stats(self) -> BatcherStats:
         """Counters since the start, and what is now. From any thread (numbers may be a moment apart)."""
         service, outcomes = self._service, self._outcomes
+        batches = service.batches if service else None
         return BatcherStats(
             waiting=len(self._queue),
-            running=len(service.running) if service else 0,
+            running=len(batches.running) if batches else 0,
             limit=self._sizes.limit,
-            predicted_wait=service.wait_now() if service else 0.0,
+            predicted_wait=service.longest_wait() if service else 0.0,
             calls=self._calls,
             ok=outcomes["ok"],
             errors=outcomes["error"],
@@ -395,14 +392,14 @@ class Batcher:
             cancelled=outcomes["cancelled"],
             refused=outcomes["refused"],
             closed=outcomes["closed"],
-            batches=service.batches if service else 0,
-            items=service.items if service else 0,
-            padded=service.padded if service else 0,
+            batches=batches.count if batches else 0,
+            items=batches.items if batches else 0,
+            padded=batches.padded if batches else 0,
             wait_seconds=self._wait_seconds,
-            compute_seconds=service.compute_seconds if service else 0.0,
+            compute_seconds=batches.seconds if batches else 0.0,
         )
 
     def __repr__(self) -> str:
         phase = self._service.phase.value if self._service else "not entered"
-        running = len(self._service.running) if self._service else 0
+        running = len(self._service.batches.running) if self._service else 0
         return f"<Batcher {self.name}, {phase}, {len(self._queue)} waiting, {running} batches running>"

@@ -13,38 +13,44 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from ..transfers.arrays import as_tensor, is_array
+from ..transfers.parts import RAW
 
-__all__ = ["Place", "cut", "describe", "stack"]
+__all__ = ["ALIGNMENT", "Column", "cut", "describe", "stack"]
 
-#: Where a stack of host tensors goes: memory of this shape and dtype, or ``None`` for ordinary memory.
-Place = Callable[[Sequence[int], torch.dtype], "torch.Tensor | None"]
+#: Stacks the tensors of one column, for example somewhere else.
+Column = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+#: Bytes: no dtype is larger, so what begins at a multiple of it can be of any.
+ALIGNMENT = 16
 
 _INT64 = torch.iinfo(torch.int64)
 
 
-def describe(item: Any, device: torch.device) -> tuple[Hashable, int]:
+def describe(item: Any, device: torch.device) -> tuple[Hashable, float]:
     """``(signature, bytes that are not on device)``. Items of one signature can be stacked.
 
-    What is in host memory counts also where that is the device. The number is 0 only when there is nothing
-    to upload; objects that move themselves count as one byte.
+    What is in host memory counts also where that is the device; each tensor as a multiple of
+    :data:`ALIGNMENT`, so that so many bytes for each item hold all columns one after the other. The number
+    is 0 only when there is nothing to upload, and ``inf`` for what only ``to_device`` can move.
     """
     cls = type(item)
     if isinstance(item, torch.Tensor):
         return (cls, item.shape, item.dtype, item.device, item.layout), _bytes(item, device)
     if is_array(item):
-        return (cls, item.shape, item.dtype.str), max(1, item.nbytes)
+        return (cls, item.shape, item.dtype.str), _aligned(item.nbytes)
     if cls in (bool, int, float):
         # An integer of any size may come from a client's JSON: one that no dtype holds fails for itself.
-        return (cls, cls is not int or _INT64.min <= item <= _INT64.max), 8
+        return (cls, cls is not int or _INT64.min <= item <= _INT64.max), ALIGNMENT
     opened = _open(item)
     if opened is None:
-        return (cls,), int(callable(getattr(cls, "to", None)))
+        return (cls,), math.inf if callable(getattr(cls, "to", None)) else 0
     keys, children = opened
     described = [describe(child, device) for child in children]
     nbytes = sum(n for _, n in described)
@@ -53,11 +59,16 @@ def describe(item: Any, device: torch.device) -> tuple[Hashable, int]:
     return (cls, tuple(keys), tuple(part for part, _ in described)), nbytes
 
 
-def _bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    where = tensor.device
-    if where.type != "cpu" and where == device:
-        return 0
-    return max(1, tensor.numel() * tensor.element_size())
+def _bytes(tensor: torch.Tensor, device: torch.device) -> float:
+    if not tensor.is_cpu:
+        return 0 if tensor.device == device else math.inf
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return math.inf
+    return math.inf if tensor.is_nested or tensor.dtype in RAW else _aligned(tensor.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT  # an empty tensor has to get there, too
 
 
 # -- containers ------------------------------------------------------------------------------------
@@ -115,36 +126,28 @@ def _close(like: Any, keys: Sequence[Any], children: list[Any]) -> Any:
 # -- in --------------------------------------------------------------------------------------------
 
 
-def stack(items: Sequence[Any], place: Place | None = None) -> Any:
-    """``items``, all of one signature, stacked along a new first dimension, leaf by leaf."""
+def stack(items: Sequence[Any], column: Column | None = None) -> Any:
+    """``items``, all of one signature, stacked along a new first dimension, leaf by leaf, by ``column``."""
     first = items[0]
     if isinstance(first, torch.Tensor):
-        return _stack_tensors(items, place)
+        return column(items) if column else torch.stack(tuple(items))
     if is_array(first):
-        return _stack_tensors([as_tensor(item) for item in items], place)
+        return stack([as_tensor(item) for item in items], column)
     if type(first) in (bool, int, float):
-        return torch.tensor(items, device="cpu")  # whatever `with torch.device(...)` is around
+        numbers = torch.tensor(items, device="cpu")  # whatever `with torch.device(...)` is around
+        return column(numbers.unbind(0)) if column else numbers
     opened = _open(first)
     if opened is None or _is_value(first):
         return list(items)
     keys, _ = opened
     columns = zip(*(_children(item) for item in items), strict=True)
-    return _close(first, keys, [stack(column, place) for column in columns])
+    return _close(first, keys, [stack(each, column) for each in columns])
 
 
 def _children(item: Any) -> Sequence[Any]:
     opened = _open(item)
     assert opened is not None, "items of one signature are containers of one type"
     return opened[1]
-
-
-def _stack_tensors(tensors: Sequence[torch.Tensor], place: Place | None) -> torch.Tensor:
-    first = tensors[0]
-    if place is not None and first.device.type == "cpu" and first.layout is torch.strided:
-        out = place((len(tensors), *first.shape), first.dtype)
-        if out is not None:
-            return torch.stack(tuple(tensors), out=out)
-    return torch.stack(tuple(tensors))
 
 
 # -- out -------------------------------------------------------------------------------------------

@@ -58,14 +58,13 @@ class Entry:
     def __init__(
         self,
         item: Any,
-        *,
         waiter: Any,
         born: float,
         priority: int = 0,
         client: Hashable = None,
         cost: float = 1.0,
         signature: Hashable = None,
-        nbytes: int = 0,
+        nbytes: float = 0,
         follows: bool = False,
     ) -> None:
         #: The caller's item, or a ``Handoff`` of it.

@@ -4,6 +4,8 @@ Law of this file: a synchronous function is called in one and the same thread fo
 call after the other, and its work on the device is done in that order, too, whatever streams the batches
 are on. So models that are compiled, captured, or keep state (a cache, buffers) need nothing more. An
 asynchronous function orders its own work: it may be running several times at once.
+
+What goes before and after the call goes with it, in the same thread: one hop there and one back for a batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,9 +24,9 @@ from .._errors import bare, fresh
 from .._run_sync import run_on
 from .._stepwise import stepwise
 from .._workers import WorkerPool
-from ..drivers.base import Event
+from ..drivers.base import Stream
 
-__all__ = ["Lane", "UserError", "reported", "without_grad"]
+__all__ = ["Job", "Lane", "UserError", "reported", "without_grad"]
 
 
 class UserError(Exception):
@@ -69,6 +71,25 @@ async def _called(fn: Callable[[Any], Any], batch: Any) -> Any:
         return await fn(batch)
 
 
+class Job(Protocol):
+    """What a lane carries out. All but :meth:`over` is called where ``fn`` is, on the batch's stream."""
+
+    def wanted(self) -> bool:
+        """Does anybody still wait for it? Otherwise it is not computed."""
+
+    def take_batch(self) -> Any:
+        """The batch. Nothing else holds it afterwards."""
+
+    def computed(self, output: Any) -> None:
+        """The function has returned ``output``."""
+
+    def submitted(self) -> None:
+        """Well or badly, nothing more comes onto the stream."""
+
+    def over(self) -> None:
+        """On the loop's thread, right after :meth:`submitted`."""
+
+
 class Lane:
     """Calls ``fn``, sync or async, with one batch after the other."""
 
@@ -81,52 +102,73 @@ class Lane:
         )
         self.closed = False
         self._threads = WorkerPool(f"batch-{name}", 1, engine.driver.enter_thread)
-        #: The end of the last call's work on the device; touched by the lane's thread only.
-        self._last: Event | None = None
+        #: Where the last call's work is; touched by the lane's thread only.
+        self._last: Stream | None = None
 
-    async def call(self, batch: Any, wanted: Callable[[], bool]) -> Any:
-        """``fn(batch)``, on the current task's stream. Raises ``UserError`` for what ``fn`` raises.
-
-        When its turn has come and it is not ``wanted()`` any more, it is not computed.
-        """
-        if self.is_async:
+    async def carry_out(self, job: Job) -> None:
+        """Call ``fn`` on the current task's stream. Raises ``UserError`` for what it raises."""
+        if not self.is_async:
+            error = await run_on(self._threads, self._in_thread, job, returned=job.over)
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # no cycle through the traceback, in which the job would stay
+            return
+        try:
+            with without_grad(), self.engine.driver.relaxed():
+                batch = job.take_batch()
             try:
                 # In a context of its own: this event-loop task will serve other batches, too.
-                return await stepwise(_called(self.fn, batch), copy_context().run)
+                coroutine = stepwise(_called(self.fn, batch), copy_context().run)
+                del batch
+                output = await coroutine
             except Exception as error:
                 raise UserError(reported(error, self.where)) from None
-        output = await run_on(self._threads, self._call, batch, wanted)
-        if isinstance(output, UserError):
-            raise output
+            with without_grad(), self.engine.driver.relaxed():
+                job.computed(output)
+        finally:
+            job.submitted()
+            job.over()
+
+    def _in_thread(self, job: Job) -> BaseException | None:
+        # Returned, and bare: with its frames it would keep the job, in a cycle, where nobody fetches it.
+        try:
+            self._compute(job)
+        except BaseException as error:
+            return bare(error)
+        return None
+
+    def _compute(self, job: Job) -> None:
+        if self.closed or not job.wanted():
+            raise RuntimeError("nobody waits for this batch any more")
+        here = self.engine.driver.current()  # the function may choose another
+        try:
+            with without_grad():
+                batch = job.take_batch()
+                self._after_last(here)
+                output = self._output(batch)
+                del batch
+                job.computed(output)
+        finally:
+            self._last = here
+            job.submitted()
+
+    def _output(self, batch: Any) -> Any:
+        try:
+            output = self.fn(batch)
+        except Exception as error:
+            raise UserError(reported(error, self.where)) from None
         if inspect.isawaitable(output):
             if inspect.iscoroutine(output):
                 output.close()
             raise TypeError("the batch function returned a coroutine: pass the `async def` function itself")
         return output
 
-    def _call(self, batch: Any, wanted: Callable[[], bool]) -> Any:
-        """In the lane's thread."""
-        if self.closed or not wanted():
-            return UserError(RuntimeError("nobody waits for this batch any more"))
-        if not self.engine.driver.eager:
-            self._after_last()
-        try:
-            with without_grad():
-                return self.fn(batch)
-        except Exception as error:
-            return UserError(reported(error, self.where))
-        finally:
-            del batch
-            if not self.engine.driver.eager:
-                self._last = self.engine.driver.record(self.engine.driver.current())
-
-    def _after_last(self) -> None:
-        """Order this batch's work behind the last one's, which may be on another stream."""
-        driver = self.engine.driver
-        last, self._last = self._last, None
-        if last is not None:
-            driver.wait(driver.current(), last)
-            driver.recycle(last)
+    def _after_last(self, here: Stream) -> None:
+        """Order this batch's work behind the last one's, which may be on another stream; not its upload."""
+        if self._last is not None and not self.engine.driver.eager:
+            self.engine.driver.order(here, self._last)
 
     def close(self) -> None:
         """No more calls; the thread ends when it has returned from the one that it is in."""

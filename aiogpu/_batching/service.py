@@ -1,9 +1,11 @@
-"""Batches under way: when the next one starts, and what happens when it fails.
+"""One entered batcher: who waits, who serves, and when.
 
-Law of this file: the dispatcher runs nothing of the user's, so nothing of the user's can end it. Every change
-that can make a batch due (a call, a free place, the end) *kicks* it, after the change; it looks at the
-whole state, in one step on the loop's thread, and starts what is due, each batch in a child task that raises
-nothing. Between its look and its parking nothing can happen, so no kick is lost; one too many is harmless.
+Law of this file: servers, at most ``in_flight``, each take a batch that is due, see it through and take the
+next. What one of them meets ends that one, and another takes its place: nothing of the user's can end the
+batcher. Every change that can make a batch due (a call, a free place, time, the end) *kicks* it, after the
+change: an idle server is woken, or one is started, unless one is on its way already. It looks at the whole
+state in one step on the loop's thread, and between its look and its parking nothing can happen, so no kick is
+lost; one too many is harmless.
 """
 
 from __future__ import annotations
@@ -12,27 +14,17 @@ import enum
 import logging
 import math
 from collections.abc import Callable, Coroutine
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import anyio
 import anyio.abc
-import torch
 
 from .._decorator import task
-from .._engine import Engine
-from .._errors import bare, fresh
-from .._handoff import Handoff
-from .._loops import Door
-from .._synchronize import synchronize
+from .._errors import ClosedError
+from .computing import Batch, Batches
 from .deadlines import Deadlines
 from .entry import Entry, State
-from .forecast import Forecast
-from .lane import UserError
-from .observing import BatchEnded, Observer, observers, tell
-from .pipeline import Pipeline
-from .sizes import BatchSizes
 from .waiting import WaitingCalls
 
 __all__ = ["Phase", "Service"]
@@ -46,75 +38,51 @@ class Phase(enum.Enum):
     CLOSED = "closed"  # no new calls; nobody waits any more
 
 
-class _Batch:
-    """Calls that left the queue together, at ``start``."""
-
-    def __init__(self, entries: list[Entry], start: float) -> None:
-        self.entries = entries
-        self.start = start
-
-
-class _Server:
-    """A child task that serves one batch after the other: starting one costs as much as a small batch."""
-
-    __slots__ = ("batch", "waiter")
-
-    def __init__(self, batch: _Batch) -> None:
-        self.batch = batch
-        self.waiter: Any = None  # where it waits for the next one
-
-
 class Service:
-    """One entered batcher: its queue, and the batches that are computed.
+    """Its queue, and the servers that compute what is in it.
 
     ``max_delay``: seconds that a call may wait for its batch to become full; ``None``: not at all.
-    ``in_flight``: batches at once. ``isolate``: split a failed batch until the bad item is alone.
+    ``in_flight``: batches at once.
     """
 
     def __init__(
         self,
         name: str,
         queue: WaitingCalls,
-        sizes: BatchSizes,
-        pipeline: Pipeline,
-        engine: Engine,
-        door: Door,
-        group: anyio.abc.TaskGroup,
-        own_observers: list[Observer],
+        batches: Batches,
         *,
         max_delay: float | None,
         in_flight: int,
-        isolate: bool,
     ) -> None:
         self.name = name
         self.queue = queue
-        self.sizes = sizes
-        self.pipeline = pipeline
-        self.engine = engine
-        self.door = door
-        self.group = group
-        self.observers = own_observers
+        self.batches = batches
+        self.engine = batches.engine
+        self.door = batches.door
         self.max_delay = max_delay
         self.in_flight = in_flight
-        self.isolate = isolate
         self.phase = Phase.OPEN
-        self.forecast = Forecast()
-        #: Batches that have started and are not over. Their number is what ``in_flight`` bounds.
-        self.running: set[_Batch] = set()
-        self.batches = self.items = self.padded = 0
-        self.compute_seconds = 0.0
-        self._parked: Any = door.waiter()  # where the dispatcher waits for a kick
-        #: It will look at the calls that wait when ``max_delay`` is over: more of them need not kick it.
-        self._looks_again = False
-        #: Batches that ran out of memory beside others, and where each waits until it is alone.
-        self._short: dict[_Batch, Any] = {}
         self._deadlines = Deadlines()
+        self._group: anyio.abc.TaskGroup | None = None
+        self._servers = 0
+        self._idle: list[Any] = []  # where idle servers wait
+        self._looking = False  # one has been woken, and has not looked yet
+        self._alarm = math.inf  # when time alone will have changed something
+        self._clock: Any = self.door.waiter()  # where the clock waits for an earlier alarm
         self._empty: Any = None  # where the end waits
-        self._idle: list[_Server] = []
         # On the urgent streams, since the callers, often more than there are streams, fill the others: there
         # a batch would share one with the batch before it, or with callers who wait for that.
-        on_stream = task(device=engine.device, priority=-1)
-        self._on_stream: Callable[[_Batch], Coroutine[Any, Any, bool]] = on_stream(self._compute)
+        on_stream = task(device=self.engine.device, priority=-1)
+        # A synchronous function runs with torch modes of its own in a thread of its own, so all batches of a
+        # server can be computed by one task, on one stream. What an asynchronous one leaves behind in its
+        # task must not reach the next batch.
+        own_task = batches.pipeline.lane.is_async
+        self._compute: Callable[[Batch], Coroutine[Any, Any, bool]] = (
+            on_stream(batches.compute) if own_task else batches.compute
+        )
+        self._serve: Callable[[], Coroutine[Any, Any, None]] = (
+            self._take_turns if own_task else on_stream(self._take_turns)
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -122,13 +90,12 @@ class Service:
         """One more call waits, for ``timeout`` seconds at most."""
         self.queue.put(entry)
         if timeout is not None and self._deadlines.add(entry.born + timeout, entry):
-            self.kick()
-            return
-        # Without a free place, the end of a batch kicks; when it will look again, it does.
-        if len(self.running) < self.places and (
-            not self._looks_again or self.queue.full(entry.signature, self.sizes.limit)
-        ):
-            self.kick()
+            self._wake_at(entry.born + timeout)
+        if not self._looking:
+            if self.max_delay is None or self.queue.full(entry.signature, self.batches.sizes.limit):
+                self.kick()
+            else:
+                self._wake_at(entry.born + self.max_delay)
 
     def leave(self, entry: Entry) -> None:
         """Its caller has gone. In a batch, its place is computed, and the result dropped."""
@@ -140,303 +107,220 @@ class Service:
     @property
     def places(self) -> int:
         """Batches that may be under way now; one while memory is short."""
-        return 1 if self.sizes.lowered or self._short else self.in_flight
+        return 1 if self.batches.sizes.lowered or self.batches.short else self.in_flight
 
     def predicted_wait(self, priority: int, client: Any, cost: float) -> float:
         """Seconds in which a call made now would have its result; 0 if it would start at once."""
-        if not self.running and not self.queue:
+        running, forecast = self.batches.running, self.batches.forecast
+        if not running and not self.queue:
             return 0.0
         calls = self.queue.ahead(priority, client) + 1
-        batches = math.ceil(calls / self.sizes.limit)
+        batches = math.ceil(calls / self.batches.sizes.limit)
         if self.queue.max_cost < math.inf:
             batches = max(batches, math.ceil((self.queue.cost + cost) / self.queue.max_cost))
-        start = min((batch.start for batch in self.running), default=math.inf)
-        elapsed = self.forecast.elapsed(start, perf_counter())
-        return self.forecast.wait(len(self.running), batches, elapsed)
+        start = min((batch.start for batch in running), default=math.inf)
+        return forecast.wait(len(running), batches, forecast.elapsed(start, perf_counter()))
 
-    def wait_now(self) -> float:
-        """:meth:`predicted_wait` of an ordinary call, roughly. From any thread."""
-        waiting = len(self.queue)
-        if not self.running and not waiting:
+    def longest_wait(self, cost: float = 0.0) -> float:
+        """:meth:`predicted_wait`, at most: that of a call that everybody goes before. From any thread."""
+        running, waiting = len(self.batches.running), len(self.queue)
+        if not running and not waiting:
             return 0.0
-        return self.forecast.wait(len(self.running), math.ceil((waiting + 1) / self.sizes.limit))
+        batches = math.ceil((waiting + 1) / self.batches.sizes.limit)
+        if self.queue.max_cost < math.inf:
+            batches = max(batches, math.ceil((self.queue.cost + cost) / self.queue.max_cost))
+        return self.batches.forecast.wait(running, batches)
 
-    # -- starting ----------------------------------------------------------------------------------
+    # -- servers -----------------------------------------------------------------------------------
 
     def kick(self) -> None:
-        """Something has changed: the dispatcher shall look whether a batch is due.
+        """Something has changed: a server shall look whether a batch is due.
 
         In the next iteration of the loop: calls that are made in one shall be in one batch.
         """
-        if not self.door.closed:
-            self.door.settle(self._parked, None)
-
-    async def dispatch(self) -> None:
-        """Start batches when they are due, until cancelled."""
-        try:
-            while True:
-                self._parked = self.door.waiter()
-                delay = self._look()
-                if delay is None:
-                    await self.door.park(self._parked)
-                else:
-                    with anyio.move_on_after(delay):
-                        await self.door.park(self._parked)
-        finally:
-            # By a scope around the block, too, which may be left much later: until then nobody would
-            # serve those who wait, nor those who call.
-            if not self.door.closed:
-                self.abort()
-
-    def _look(self) -> float | None:
-        """Do what is due now; in how many seconds there is more to do if nothing else changes."""
-        due = math.inf
-        now = perf_counter()
-        try:
-            self._expire(now)
-            due = self._start_due(now)
-        except Exception as error:  # a mistake of ours: whoever waits shall not wait for ever
-            log.exception("aiogpu: %s could not start a batch", self.name)
-            self._fail_waiting(error)
-        self._looks_again = due < math.inf
-        if self._empty is not None and not self.queue and not self.running:
-            self.door.settle(self._empty, None)
-        due = min(due, self._deadlines.next())
-        return None if due == math.inf else max(0.0, due - now)
-
-    def _expire(self, now: float) -> None:
-        for entry in self._deadlines.expired(now):
-            if entry.state is State.WAITING:
-                self.queue.drop(entry)
-            waited = f"{now - entry.born:.3g} s"
-            entry.expire(self.door, TimeoutError(f"{self.name} had no result after {waited}"))
-
-    def _start_due(self, now: float) -> float:
-        """Start batches; when the next one will be due, as far as time alone decides."""
-        at_once = self.max_delay is None or self.phase is not Phase.OPEN
-        while self.queue and len(self.running) < self.places:
-            before = math.inf if at_once else now - (self.max_delay or 0.0)
-            entries = self.queue.take(self.sizes.limit, now, before)
-            if not entries:
-                return self.queue.oldest_born() + (self.max_delay or 0.0)
-            self._start(_Batch(entries, now))
-        return math.inf
-
-    def _start(self, batch: _Batch) -> None:
-        self.running.add(batch)
-        if self._idle:
-            server = self._idle.pop()
-            server.batch = batch
-            self.door.settle(server.waiter, None)
+        if self._looking or not self.queue or len(self.batches.running) >= self.places or self.door.closed:
             return
+        if self._idle:
+            self._looking = True
+            self.door.settle(self._idle.pop(), None)
+        elif self._group is not None and self._servers < self.in_flight:
+            self._looking = True
+            self._servers += 1
+            self._group.start_soon(self._server, name=f"{self.name}: batches")
+
+    async def _server(self) -> None:
+        """A server's life. It raises nothing: that would end all others."""
         try:
-            self.group.start_soon(self._serve_on, _Server(batch), name=f"{self.name}: batches")
-        except BaseException as error:
-            self.running.discard(batch)
-            self._fail(batch.entries, error)
+            await self._serve()
+        except GeneratorExit:
             raise
+        except Exception as error:  # it found no stream: its device is lost, say
+            self.batches.fail(self.queue.clear(), self.engine.blame(error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            pass  # cancelled: the batcher is being left, or a late shot of what ``fn`` has done
+        finally:
+            self._servers -= 1
+            self._looking = False  # if it was this one, another shall look
+            if not self.door.closed:
+                self.kick()
+                self._tell_if_empty()
 
-    # -- computing ---------------------------------------------------------------------------------
-
-    async def _serve_on(self, server: _Server) -> None:
-        """A server's life: until a batch of its fails.
+    async def _take_turns(self) -> None:
+        """Serve one batch after the other, until one fails.
 
         Not longer: a function that has failed may have cancelled the task that it ran in.
         """
-        while await self._serve(server.batch):
-            # Between the batch's end and the parking nothing can happen: the dispatcher finds both, or none.
-            server.waiter = self.door.waiter()
-            self._idle.append(server)
-            try:
-                await self.door.park(server.waiter)
-            except GeneratorExit:
-                raise
-            except BaseException:  # the scope around the batcher, or a late shot of what ``fn`` has done
-                if server in self._idle:
-                    self._idle.remove(server)
-                else:  # a batch came in the same tick
-                    self._start(server.batch)
+        while True:
+            batch = self._next()
+            if batch is None:
+                # Between the look and the parking nothing can happen.
+                waiter = self.door.waiter()
+                self._idle.append(waiter)
+                try:
+                    await self.door.park(waiter)
+                finally:
+                    if waiter in self._idle:
+                        self._idle.remove(waiter)
+            elif not await self._see_through(batch):
                 return
+            batch = None  # it holds what its callers may want to be rid of
 
-    async def _serve(self, batch: _Batch) -> bool:
-        """Did nothing fail? It must raise nothing itself: that would end all others.
+    def _next(self) -> Batch | None:
+        """The batch that is due now, started."""
+        self._looking = False
+        batch = None
+        try:
+            if self.queue and len(self.batches.running) < self.places:
+                batch = self._due(perf_counter())
+        except Exception as error:  # a mistake of ours: whoever waits shall not wait for ever
+            log.exception("aiogpu: %s could not start a batch", self.name)
+            self.batches.fail(self.queue.clear(), error)
+        if batch is not None:
+            self.batches.running.add(batch)
+            self.kick()  # there may be more
+        else:
+            self._tell_if_empty()
+        return batch
+
+    def _due(self, now: float) -> Batch | None:
+        delay = self.max_delay if self.phase is Phase.OPEN else None
+        before = math.inf if delay is None else now - delay
+        entries = self.queue.take(self.batches.sizes.limit, now, before)
+        if entries:
+            return Batch(entries, now)
+        self._wake_at(self.queue.oldest_born() + (delay or 0.0))
+        return None
+
+    async def _see_through(self, batch: Batch) -> bool:
+        """Did nothing fail? It must raise nothing itself.
 
         Not even a cancellation: it may be one that ``fn`` has raised by itself (it awaited something that
         was cancelled). If it is ours, this task is over all the same.
         """
         try:
-            return await self._on_stream(batch)
+            return await self._compute(batch)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._fail(batch.entries, RuntimeError(f"the batch function raised {type(error).__name__}"))
+            # The program shall end: whoever called passes it on, as if he had called the function himself.
+            heard = any(entry.state is State.RUNNING for entry in batch.entries)
+            self.batches.fail(batch.entries, error)
             self.close()
-            raise
+            if not heard:
+                raise
         except Exception as error:
-            self._fail(batch.entries, self.engine.blame(error))
+            self.batches.fail(batch.entries, self.engine.blame(error))
         except BaseException as error:
             if not self.door.closed:  # else the garbage collector ends this task, its loop is gone
-                ending = anyio.current_effective_deadline() == -math.inf  # the scope around the batcher
-                self._fail(batch.entries, self.closed_error() if ending else _cancelled(error))
+                self.batches.fail(batch.entries, _cancelled(error))
         finally:
-            self.running.discard(batch)
+            self.batches.over(batch)
             if self.engine.lost is not None:
-                self._fail_waiting(self.engine.lost)
-            if not self.door.closed:
-                self._let_one_go_on()
-            self.kick()
+                self.batches.fail(self.queue.clear(), self.engine.lost)
         return False
 
-    async def _compute(self, batch: _Batch) -> bool:
-        """In a task of its own, on a stream of its own. Did nothing fail?"""
-        todo = [batch.entries]
-        well = True
-        while todo:
-            # Those whose callers have left, before it started, are not computed.
-            part = [entry for entry in todo.pop() if entry.state is State.RUNNING]
-            if len(part) > self.sizes.limit:  # memory has run out since it was formed
-                todo.append(part[self.sizes.limit :])
-                del part[self.sizes.limit :]
-            if part:
-                company = self._company
-                failure = await self._attempt(part)
-                if failure is not None:
-                    well = False
-                    company = company or self._company
-                    again = self._after_failure(part, failure, company)
-                    if again and company and isinstance(failure, torch.OutOfMemoryError):
-                        await self._alone(batch)
-                    todo += again
-        return well
+    # -- time --------------------------------------------------------------------------------------
 
-    @property
-    def _company(self) -> bool:
-        """Is more than one batch computed now?"""
-        return len(self.running) - len(self._short) > 1
-
-    async def _alone(self, batch: _Batch) -> None:
-        """Wait until no other batch is computed: theirs may be the memory that was missing.
-
-        Those who wait here are not computed, and when nobody else is, the first of them goes on.
-        """
-        waiter = self._short[batch] = self.door.waiter()
+    async def run(self) -> None:
+        """Serve until cancelled."""
         try:
-            self._let_one_go_on()
-            await self.door.park(waiter)
+            async with anyio.create_task_group() as self._group:
+                self.kick()
+                await self._keep_time()
         finally:
-            self._short.pop(batch, None)
+            # By whoever cancels all tasks of a loop, too: nobody else would serve those who wait, or call.
+            if not self.door.closed:
+                self.abort()
 
-    def _let_one_go_on(self) -> None:
-        if self._short and len(self._short) == len(self.running):
-            self.door.settle(self._short.pop(next(iter(self._short))), None)
-
-    async def _attempt(self, part: list[Entry]) -> BaseException | None:
-        """Compute ``part`` as one batch; its calls have their outcome then. Or what went wrong.
-
-        Returned, not raised: within an ``except`` block the error would keep the memory that the next
-        attempt needs.
-        """
-        start = perf_counter()
-        size = self.sizes.padded(len(part))
-        failure: BaseException | None = None
-        try:
-            await self._results(part, size)
-        except UserError as error:
-            failure = self.engine.blame(error.error)
-        except Exception as error:
-            failure = bare(fresh(self.engine.blame(error)))
-        end = perf_counter()
-        self.batches += 1
-        self.items += len(part)
-        self.padded += size - len(part)
-        self.compute_seconds += end - start
-        if failure is None:
-            self.sizes.succeeded()
-            self.forecast.note(start, end)
-        if self.observers or observers:
-            outcome = "ok" if failure is None else "error"
-            tell(self.observers, BatchEnded, self.name, len(part), size - len(part), end - start, outcome)
-        return failure
-
-    async def _results(self, part: list[Entry], size: int) -> None:
-        items = [entry.value() for entry in part]
-        items += items[-1:] * (size - len(part))
-        nbytes = sum(entry.nbytes for entry in part) + part[-1].nbytes * (size - len(part))
-        results, output = await self.pipeline.run(items, nbytes, partial(_wanted, part))
-        finished = self.engine.driver.eager or self.pipeline.download
-        shared: Handoff[Any] | None = None
-        if not finished and self.pipeline.split is None:
-            shared = Handoff(output)  # the results are views of it
-        later = []
-        for entry, result in zip(part, results, strict=False):  # padded ones come last
-            handoff = shared if finished or shared is not None else Handoff(result)
-            if finished or entry.follows:
-                entry.succeed(self.door, result, handoff)
+    async def _keep_time(self) -> None:
+        while True:
+            self._clock = self.door.waiter()
+            now = perf_counter()
+            if self._alarm <= now:
+                self._alarm = math.inf
+                self.look(now)
+            if self._alarm == math.inf:
+                await self.door.park(self._clock)
             else:
-                later.append((entry, result, handoff))
-        del results, output, shared
-        if not finished:
-            # The batch is under way until the device is done with it, whoever has its results already.
-            await synchronize()
-        for entry, result, handoff in later:
-            entry.succeed(self.door, result, handoff)
+                with anyio.move_on_after(max(0.0, self._alarm - now)):
+                    await self.door.park(self._clock)
 
-    def _after_failure(self, part: list[Entry], failure: BaseException, company: bool) -> list[list[Entry]]:
-        """What to try next, the last one first; or the calls have failed. ``company``: another batch was
-        computed beside it."""
-        if self.engine.lost is None and self.phase is not Phase.CLOSED:
-            if isinstance(failure, torch.OutOfMemoryError):
-                if self.sizes.out_of_memory(len(part)) or company:
-                    return [part]  # in pieces of the new limit, and alone
-            elif self.isolate and len(part) > 1:
-                middle = len(part) // 2
-                return [part[middle:], part[:middle]]
-        self._fail(part, failure)
-        return []
+    def _wake_at(self, when: float) -> None:
+        if when < self._alarm:
+            self._alarm = when
+            self.door.settle(self._clock, None)
+
+    def look(self, now: float) -> None:
+        """Time has passed: end those whose time is over, and see whether a batch is due."""
+        for entry in self._deadlines.expired(now):
+            if entry.state is State.WAITING:
+                self.queue.drop(entry)
+            waited = f"{now - entry.born:.3g} s"
+            entry.expire(self.door, TimeoutError(f"{self.name} had no result after {waited}"))
+        self._alarm = min(self._alarm, self._deadlines.next())
+        self.kick()
+        self._tell_if_empty()
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def _fail(self, entries: list[Entry], error: BaseException) -> None:
-        bare(error)
-        for entry in entries:
-            entry.fail(self.door, error)
+    def _tell_if_empty(self) -> None:
+        if self._empty is not None and not self.queue and not self.batches.running:
+            self.door.settle(self._empty, None)
 
-    def _fail_waiting(self, error: BaseException) -> None:
-        self._fail(self.queue.clear(), error)
-
-    def closed_error(self) -> anyio.ClosedResourceError:
+    def closed_error(self) -> ClosedError:
         """For calls that come too late."""
-        return anyio.ClosedResourceError(f"{self.name} is closed, or being closed")
+        return ClosedError(f"{self.name} is closed, or being closed")
 
     async def drain(self) -> None:
         """Take no more calls, and wait until all have had their outcome."""
         if self.phase is Phase.OPEN:
             self.phase = Phase.DRAINING
-        # A kick, not a look: the last call may be on its way out in this very iteration.
-        self._empty = self.door.waiter()
         self.kick()
-        await self.door.park(self._empty)
+        if self.queue or self.batches.running:
+            self._empty = self.door.waiter()
+            await self.door.park(self._empty)
 
     def close(self) -> None:
         """Take no more calls; those that wait fail."""
         self.phase = Phase.CLOSED
-        self._fail_waiting(self.closed_error())
+        self.batches.closed = True
+        self.batches.fail(self.queue.clear(), self.closed_error())
 
     def abort(self) -> None:
         """:meth:`close`; and those that are computed fail, too.
 
-        Here, not in their child tasks: one that is cancelled before its first step never gets to run.
+        Here, not in the servers: one that is cancelled before its first step never gets to run.
         """
         self.close()
-        for batch in self.running:
-            self._fail(batch.entries, self.closed_error())
-        self.pipeline.lane.close()
-
-
-def _wanted(part: list[Entry]) -> bool:
-    return any(entry.state is State.RUNNING for entry in part)
+        for batch in self.batches.running:
+            self.batches.fail(batch.entries, self.closed_error())
+        self.batches.pipeline.lane.close()
+        if self._empty is not None:
+            self.door.settle(self._empty, None)
 
 
 def _cancelled(error: BaseException) -> RuntimeError:
     return RuntimeError(
-        f"the batch ended with {type(error).__name__}: either the batch function awaited something that "
-        "was cancelled, or the task that has entered the Batcher was"
+        f"the batch ended with {type(error).__name__}: the batch function awaited something that was "
+        "cancelled, or cancelled the task that it ran in"
     )

@@ -10,10 +10,8 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
-import torch
-
 from .._engine import Engine
-from .._errors import DeviceLostError, OverloadedError
+from .._errors import ClosedError, DeviceLostError, OverloadedError, is_out_of_memory
 
 __all__ = ["Answer", "App", "Message", "Receive", "Scope", "Send", "explain", "refuse_websocket", "respond"]
 
@@ -44,7 +42,9 @@ def explain(error: BaseException, engine: Engine | None, retry_after: float) -> 
         return Answer(429, "too many requests", error.retry_after)
     if isinstance(error, DeviceLostError):
         return Answer(503, "the device is lost", retry_after)
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, ClosedError):
+        return Answer(503, "shutting down", retry_after)
+    if is_out_of_memory(error):
         return Answer(503, "out of memory", retry_after)
     if isinstance(error, TimeoutError):
         return Answer(504, "timed out")

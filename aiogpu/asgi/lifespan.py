@@ -54,6 +54,11 @@ async def _open(
     ours = make_runtime is not None or not runtime._explicit
     if ours:
         runtime = (make_runtime or Runtime)()
+        if not isinstance(runtime, Runtime):
+            raise TypeError(
+                f"StreamMiddleware(runtime=...): the function returned {runtime!r}, "
+                "not an aiogpu.Runtime that has not been entered"
+            )
         await runtime.__aenter__()
     try:
         await runtime.engine(device)  # CUDA's start takes seconds: not in the first request

@@ -34,15 +34,19 @@ class StreamMiddleware:
     * Each request runs on a leased stream, with torch state of its own, until the application returns: a
       streaming response keeps its stream until its body has ended.
     * A client that disconnects before its answer is complete cancels its request's work (logged as
-      499). Work that the device has already been given goes on; its buffers stay alive. Websockets are
-      not cancelled: their applications are told by ``receive``, as always.
+      499). Work that the device has already been given goes on; its buffers stay alive.
+    * Websockets are not cancelled: their applications are told by ``receive``, as always. They clean up
+      there (Starlette's ``except WebSocketDisconnect``), which a cancellation in some other ``await`` would
+      skip; and to see a disconnect that nobody asks for, one would have to read the messages before it, and
+      undo the server's back-pressure. Whoever wants work to end with its client runs it in a task group
+      beside ``receive``.
     * ``/healthz`` answers 200, or 503 once a device is lost: restart the process. ``/readyz`` answers
       503 also before startup has ended and while draining: send requests elsewhere.
     * The lifespan opens a :class:`aiogpu.Runtime` before the application starts, and drains it after
       the application has shut down. Applications that know no lifespan need none.
     * An error that leaves the application before its response has started becomes a status:
-      ``OverloadedError`` 429 with ``Retry-After``; ``DeviceLostError`` and running out of memory 503;
-      ``TimeoutError`` 504. Any other error goes on to the server. Once a response has started its
+      ``OverloadedError`` 429 with ``Retry-After``; ``DeviceLostError``, ``ClosedError`` and running out of
+      memory 503; ``TimeoutError`` 504. Any other error goes on to the server. Once a response has started its
       status is out: the error is logged and goes on to the server, which cuts the response off.
     * While draining, every new request gets 503.
 
@@ -65,6 +69,11 @@ class StreamMiddleware:
         Paths of the two probes; ``None``: no such probe.
     retry_after:
         Seconds that refused clients are told to wait where nothing better is known.
+
+    Raises
+    ------
+    TypeError, ValueError
+        What cannot be an argument: a ``Runtime`` in place of a function that makes one, say.
     """
 
     def __init__(
@@ -78,6 +87,17 @@ class StreamMiddleware:
         readyz: str | None = "/readyz",
         retry_after: float = 1.0,
     ) -> None:
+        if not callable(app):
+            raise TypeError(f"StreamMiddleware goes around an ASGI application, not around {app!r}")
+        if runtime is not None and not callable(runtime):
+            raise TypeError(
+                "StreamMiddleware(runtime=...) takes a function that makes the Runtime, for one belongs to "
+                "an event loop, and the server's does not run yet: "
+                f"runtime=lambda: aiogpu.Runtime(...), not {type(runtime).__name__}(...)"
+            )
+        for name, path in (("healthz", healthz), ("readyz", readyz)):
+            if path is not None and not path.startswith("/"):
+                raise ValueError(f"{name} is a path, such as '/{path}', not {path!r}; None: no such probe")
         self.app = app
         self._make_runtime = runtime
         self._device = None if device is None else normalize(device)

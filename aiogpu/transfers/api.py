@@ -22,6 +22,7 @@ from .downloads import Download
 from .out import destinations
 from .peers import PeerCopy
 from .plan import Plan, Walking
+from .single import download, is_ordinary, own, upload
 from .tree import Tree, flatten, flatten_some, tensors_of
 from .uploads import Upload, UploadInto
 
@@ -111,6 +112,10 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
     where = _device(runtime, device)
     engine = runtime.engine_now(where)
     _refuse_capture("to_device", engine)
+    if engine is not None and dtype is None and is_ordinary(data):
+        short = upload(runtime, engine, data)
+        if short is not None:
+            return short
 
     def stays(tensor: torch.Tensor) -> bool:
         # On the CPU as the device, a copy is a copy, so that the program means the same without a GPU.
@@ -121,7 +126,7 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
     leaves = Plan(tree, stays)
     walking = None if more is None else Walking(tree, more, lambda tree: Plan(tree, stays))
     operation: Operation[Any] = Operation("to_device", runtime.reactor)
-    _own(operation)
+    own(operation)
     _debug(runtime, operation, leaves)
     Upload(runtime, leaves, operation, where, dtype, walking).start(engine)
     return operation
@@ -170,6 +175,11 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
     runtime = current_runtime()
     _check_dtype("to_host", dtype)
     _refuse_operation("to_host", data)
+    if dtype is None and out is None and is_ordinary(data):
+        engine = _engine_of(runtime, data, "to_host")
+        short = None if engine is None else download(runtime, engine, data)
+        if short is not None:
+            return short
     tree, more = _begin(runtime, data, "to_host", dtype, whole=out is not None)
     engine, on_cpu = _source_engine(runtime, tree)
     _refuse_capture("to_host", engine)
@@ -186,7 +196,7 @@ def to_host(data: Any, *, dtype: torch.dtype | None = None, out: Any = None) -> 
     leaves = Plan(tree, stays, detached=True)
     hosts, wrap = (None, None) if out is None else destinations(tree, leaves, out, dtype)
     operation: Operation[Any] = Operation("to_host", runtime.reactor, to_host=True)
-    _own(operation)
+    own(operation)
     _debug(runtime, operation, leaves)
     Download(runtime, leaves, operation, dtype=dtype, out=hosts, wrap=wrap, walking=walking).start(engine)
     return operation
@@ -209,12 +219,17 @@ def item(tensor: torch.Tensor) -> Operation[Any]:
             "use `await aiogpu.to_host(tensor)`"
         )
     runtime = current_runtime()
+    if is_ordinary(tensor):
+        engine = _engine_of(runtime, tensor, "item")
+        short = None if engine is None else download(runtime, engine, tensor, "item")
+        if short is not None:
+            return short
     tree = flatten(tensor, verb="item")
     engine, _ = _source_engine(runtime, tree)
     _refuse_capture("item", engine)
     leaves = Plan(tree, _no)
     operation: Operation[Any] = Operation("item", runtime.reactor, to_host=True)
-    _own(operation)
+    own(operation)
     Download(runtime, leaves, operation, wrap=lambda hosts, _: hosts[0].item()).start(engine)
     return operation
 
@@ -243,9 +258,20 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
                 "`to_device(data)` or `to_host(data, out=...)`"
             )
     runtime = current_runtime()
+    down = dst.device.type == "cpu" and src.device.type != "cpu"
+    if is_ordinary(src):
+        engine = runtime.engine_now(src.device if down else dst.device)
+        _refuse_capture("copy_", engine)
+        if engine is None:
+            short = None
+        elif down:
+            short = download(runtime, engine, src, "copy_", dst)
+        else:
+            short = upload(runtime, engine, src, dst)
+        if short is not None:
+            return short
     flatten(dst, verb="copy_")  # for its refusals
     _check_destination(dst, src)
-    down = dst.device.type == "cpu" and src.device.type != "cpu"
     home = src.device if down else dst.device
     where = _device(runtime, home)
     engine = runtime.engine_now(where)
@@ -255,7 +281,7 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> Operation[torch.Tensor]:
     wide = src if same or not down else src.detach().expand(dst.shape)
     leaves = Plan(flatten(wide, verb="copy_", dtype=dst.dtype if down else None), _no)
     operation: Operation[Any] = Operation("copy_", runtime.reactor, to_host=down)
-    _own(operation)
+    own(operation)
     _debug(runtime, operation, leaves)
     if down:
         # Broadcast and converted on the device: in host memory it would take time, and a thread.
@@ -333,8 +359,8 @@ def _copy_within(
 
 def _one_device(tree: Tree[Any]) -> set[torch.device]:
     """The device that the data is on, if any."""
-    reached = [*tree.tensors, *(t for mover in tree.movers for t in tensors_of(mover))]
-    devices = {tensor.device for tensor in reached if tensor.device.type != "cpu"}
+    devices = tree.devices | {t.device for mover in tree.movers for t in tensors_of(mover)}
+    devices = {device for device in devices if device.type != "cpu"}
     if len(devices) > 1:
         raise ValueError(
             f"data is on several devices ({', '.join(sorted(map(str, devices)))}): call this once for "
@@ -377,6 +403,13 @@ def _begin(
     return tree, more
 
 
+def _engine_of(runtime: Runtime, tensor: torch.Tensor, verb: str) -> Engine | None:
+    """The engine of the tensor's device (of host memory: the default one), if it is ready to be used."""
+    engine = runtime.engine_now(tensor.device if tensor.is_cuda else _device(runtime, None))
+    _refuse_capture(verb, engine)
+    return engine
+
+
 def _refuse_operation(verb: str, data: Any) -> None:
     if isinstance(data, Operation):
         raise TypeError(f"{verb}() was given an operation, not its result: {verb}(await ...)")
@@ -403,14 +436,6 @@ def _refuse_capture(verb: str, engine: Engine | None) -> None:
             "a host callback or a staging buffer would be captured with it. Copy into static inputs "
             "before the capture or before each replay."
         )
-
-
-def _own(operation: Operation[Any]) -> None:
-    """The task that starts a transfer ends after it."""
-    task = current_task()
-    if task is not None:
-        operation._owner, operation._lease = task.operations, task.lease.stream
-        task.operations.add(operation)
 
 
 def _debug(runtime: Runtime, operation: Operation[Any], leaves: Plan[Any]) -> None:

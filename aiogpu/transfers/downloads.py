@@ -189,18 +189,17 @@ class Download(Job):
     def _staged(self, engine: Engine, caller: Stream) -> None:
         with self.lane(engine, engine.chunked) as lane:
             movers = self._move_movers(engine, caller)
-            hosts = []
             with engine.driver.on(lane.stream):
                 lane.held.append(self.plan)
-                for index, source in enumerate(self.plan.plain):
-                    source = dense_copy(self._converted(index, source))
-                    host = self._destination(index, source)
-                    lane.download_through_chunks(host, source)
-                    hosts.append(host)
+                sources = [dense_copy(self._converted(*each)) for each in enumerate(self.plan.plain)]
+                hosts = [self._destination(*each) for each in enumerate(sources)]
+                lane.download_all_through_chunks(list(zip(hosts, sources, strict=True)))
             hosts += self._arrays()
             self.land_lane(engine, lane, self._finish(hosts, movers))
 
     def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:
+        if not self.plan.movers:
+            return []
         options: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
         with engine.driver.on(caller):
             return self.move_movers(lambda mover: mover.to("cpu", **options))

@@ -28,7 +28,10 @@ from .packing import packed
 from .plan import Plan, Walking, neutral
 from .staging import Lane, flat, is_dense
 
-__all__ = ["Job", "dense_copy", "take_slots"]
+__all__ = ["Job", "broke_off", "dense_copy", "over", "slot_view", "take_slots"]
+
+#: Views of each slot that are kept.
+_VIEWS = 8
 
 #: A batch of more leaves than this goes to a staging thread, however small they are, and packed.
 SMALL_LEAVES = 16
@@ -207,32 +210,43 @@ class Job:
         try:
             yield
         except BaseException as error:
-            blame = engine.blame(error)
-            others = self._memory_to_wait_for(engine, error)
-            try:
-                event = engine.driver.record(stream)
-            except BaseException:  # nobody can tell any more when the device is done with it
-                engine.leaked.append(keep)
-            else:
-                if others is not None:
-                    callback = partial(_over, engine, release)
-                else:
-                    self._in_custody = True
-                    callback = partial(_broken_off, engine, self.operation, release, bare(blame))
-                point = self.runtime.watch(engine, stream, event, callback, keep)
-                if others is not None:  # and for what this very try had got
-                    self._waits_for = [*others, point]
+            self._break_off(engine, stream, keep, release, error)
             raise
 
+    def _break_off(
+        self, engine: Engine, stream: Stream, keep: Any, release: Callable[[], None], error: BaseException
+    ) -> None:
+        others = self._memory_to_wait_for(engine, error)
+        if others is None:
+            self._in_custody = True
+            broke_off(self.runtime, engine, self.operation, stream, keep, release, error)
+        else:
+            callback = partial(over, engine, release)
+            point = _watch_broken(self.runtime, engine, stream, callback, keep)
+            if point is not None:  # and for what this very try had got
+                self._waits_for = [*others, point]
+
     @contextlib.contextmanager
-    def lane(self, engine: Engine, pool: StreamPool) -> Iterator[Lane]:
-        """A leased copy stream, for one submission that ends with :meth:`land_lane`."""
+    def lane(
+        self,
+        engine: Engine,
+        pool: StreamPool,
+        leave: Callable[[torch.device, Point | None], None] | None = None,
+    ) -> Iterator[Lane]:
+        """A leased copy stream, for one submission that ends with :meth:`land_lane`.
+
+        ``leave(device, tail)`` is called at the end of the block, however it ends.
+        """
         lease = pool.lease()
         lane = Lane(engine, lease.stream)
         try:
-            with self.custody(engine, lane.stream, lane, lane.give_back):
-                yield lane
+            yield lane
+        except BaseException as error:
+            self._break_off(engine, lane.stream, lane, lane.give_back, error)
+            raise
         finally:
+            if leave is not None:
+                leave(engine.device, lane.tail)
             lease.release(lane.tail)
 
     def land_lane(
@@ -254,11 +268,43 @@ def _landed(
             value = finish()
         except BaseException as raised:
             error = raised
-    _over(engine, release, error)
+    over(engine, release, error)
     if error is None:
         operation.complete(value)
     else:
         operation.fail(error)
+
+
+def broke_off(
+    runtime: Runtime,
+    engine: Engine,
+    operation: Operation[Any],
+    stream: Stream,
+    keep: Any,
+    release: Callable[[], None],
+    error: BaseException,
+) -> None:
+    """The submission of ``operation`` to ``stream`` has met ``error``: it fails once the device is done with
+    what it may have of it."""
+    blame = bare(engine.blame(error))
+    callback = partial(_broken_off, engine, operation, release, blame)
+    if _watch_broken(runtime, engine, stream, callback, keep) is None:
+        operation.fail(blame)
+
+
+def _watch_broken(
+    runtime: Runtime,
+    engine: Engine,
+    stream: Stream,
+    callback: Callable[[BaseException | None], None],
+    keep: Any,
+) -> Point | None:
+    try:
+        event = engine.driver.record(stream)
+    except BaseException:  # nobody can tell any more when the device is done with it
+        engine.leaked.append(keep)
+        return None
+    return runtime.watch(engine, stream, event, callback, keep)
 
 
 def _broken_off(
@@ -268,11 +314,11 @@ def _broken_off(
     error: BaseException,
     _: BaseException | None,
 ) -> None:
-    _over(engine, release, None)
+    over(engine, release, None)
     operation.fail(error)
 
 
-def _over(engine: Engine, release: Callable[[], None], _: BaseException | None) -> None:
+def over(engine: Engine, release: Callable[[], None], _: BaseException | None) -> None:
     """The device is done with it, well or badly; unless it is lost: then nothing is let go of."""
     if engine.lost is None:
         release()
@@ -304,8 +350,30 @@ def row_in(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def in_slot(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The same as a tensor of dense ``like``'s shape and order."""
-    row = row_in(slot, like)
-    return row if like.dim() == 1 else row.as_strided(like.shape, like.stride())
+    if like.is_contiguous():
+        return slot_view(slot, like)
+    return row_in(slot, like).as_strided(like.shape, like.stride())
+
+
+def slot_view(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same for contiguous ``like``; kept for the next tensor of its shape and format (views take longer
+    than small copies)."""
+    try:
+        views = slot._aiogpu_views  # type: ignore[attr-defined]
+    except AttributeError:
+        views = slot._aiogpu_views = {}  # type: ignore[attr-defined]
+    key = like.dtype, like.shape
+    view: torch.Tensor | None = views.get(key)
+    if view is None:
+        if len(views) >= _VIEWS:
+            views.clear()
+        with torch._C._InferenceMode(False):
+            # Of the storage, not of the slot: that would keep itself alive, through its own view.
+            view = torch.empty(0, dtype=like.dtype, device="cpu")
+            start = slot.storage_offset() // like.itemsize
+            view.set_(slot.untyped_storage(), start, like.shape)  # type: ignore[call-overload]
+        views[key] = view
+    return view
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -331,8 +399,10 @@ def submit_slot_copy(
     engine: Engine, stream: Stream, device_side: torch.Tensor, slot: torch.Tensor, *, up: bool
 ) -> None:
     """One small copy between a slot and a dense device tensor."""
-    host = row_in(slot, device_side)
-    there = device_side if device_side.dim() == 1 else flat(device_side)
+    if device_side.is_contiguous():
+        host, there = slot_view(slot, device_side), device_side
+    else:
+        host, there = row_in(slot, device_side), flat(device_side)
     if up:
         engine.driver.copy(there, host, stream)
     else:

@@ -18,81 +18,107 @@ outdates its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from .plan import STRIDE, Plan, breathe
+from .plan import Plan, breathe
+from .segments import Made
 
-__all__ = ["ALIGNMENT", "SLAB_BYTES", "Packed", "packed"]
+__all__ = ["ALIGNMENT", "SLAB_BYTES", "STRIDE", "Packed", "packed"]
 
 T = TypeVar("T")
 
-#: Bytes of one slab, about. What is larger is not small.
+#: Bytes of one slab, at most. What is larger is not small.
 SLAB_BYTES = 1024 * 1024
 
 #: Bytes on a multiple of which each leaf begins: what cudaMalloc promises, so that no kernel that asks for
 #: aligned memory (vectorised loads, TMA, compiled code that was specialised on it) is refused or slow.
 ALIGNMENT = 256
 
+#: Runs of leaves between two chances for others to take the GIL. In a long one torch lets go of it.
+STRIDE = 64
+
+
+class _Run(NamedTuple):
+    """Leaves of one shape, side by side in a slab."""
+
+    where: Sequence[int]
+    """Their numbers among the sources."""
+    shape: torch.Size
+    start: int
+    """The first one's place in the slab, in elements."""
+    step: int
+    """From each to the next."""
+
+    def table(self, row: torch.Tensor) -> torch.Tensor:
+        """The part of ``row``, the slab, that is theirs: a stack of them, without what is between them."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        size, start = (len(self.where), *self.shape), row.storage_offset() + self.start
+        return row.as_strided(size, (self.step, *strides), start)
+
 
 class _Slab:
-    """Some leaves of one dtype, one after the other."""
+    """Leaves of one dtype, one after the other."""
 
-    __slots__ = ("alike", "leaves", "numel", "unit", "where")
+    __slots__ = ("numel", "padded", "runs")
 
-    def __init__(self, unit: int) -> None:
-        self.where: list[int] = []
-        self.leaves: list[torch.Tensor] = []
-        #: Elements that a leaf's place is a multiple of.
-        self.unit = unit
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
         self.numel = 0
-        #: All leaves are of one shape.
-        self.alike = True
+        #: There is something between the leaves.
+        self.padded = False
 
-    def gather(self) -> torch.Tensor:
-        """The leaves' bytes as one row, on their device; on the current stream."""
-        if not self.alike:
-            row: torch.Tensor = _flatten_dense_tensors(self._spaced())
-            return row
-        first = self.leaves[0]
-        row = first.new_zeros(self.numel) if first.numel() % self.unit else first.new_empty(self.numel)
-        torch.stack(self.leaves, out=self._table(row))
-        return row
+    def gather(self, sources: list[torch.Tensor], row: torch.Tensor) -> None:
+        """The leaves' bytes into ``row``, which is where they are; on the current stream."""
+        if self.padded:
+            row.zero_()
+        for count, run in enumerate(self.runs, 1):
+            _stack(_picked(sources, run.where), run.table(row))
+            if count % STRIDE == 0:
+                breathe()
 
-    def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The leaves of the result, whose memory is that of ``row``; in the order of :attr:`where`."""
-        views: Iterable[torch.Tensor]
-        if self.alike:
-            views = self._table(row).unbind(0)
-        else:
-            spaced = self._spaced()
-            views = _unflatten_dense_tensors(row, spaced)
-            if len(spaced) > len(self.leaves):
-                ours = set(map(id, self.leaves))
-                views = [view for view, part in zip(views, spaced, strict=True) if id(part) in ours]
-        # Not views: one made under no_grad may not be written in place where gradients are wanted.
-        return [view.data for view in views]
+    def cut(self, row: torch.Tensor, leaves: list[Any]) -> None:
+        """Put the leaves of the result, whose memory is that of ``row``, to their places among ``leaves``."""
+        for count, run in enumerate(self.runs, 1):
+            with _no_views():
+                views = run.table(row).unbind(0)
+            if type(run.where) is range:
+                leaves[run.where.start : run.where.stop] = views
+            else:
+                for index, view in zip(run.where, views, strict=True):
+                    leaves[index] = view
+            if count % STRIDE == 0:
+                breathe()
 
-    def _table(self, row: torch.Tensor) -> torch.Tensor:
-        """The row as a stack of leaves of one shape, without what is between them."""
-        count, shape = len(self.leaves), self.leaves[0].shape
-        return row.view(count, -1)[:, : shape.numel()].view(count, *shape)
 
-    def _spaced(self) -> list[torch.Tensor]:
-        """The leaves, with padding in between."""
-        spaced: list[torch.Tensor] = []
-        blanks: dict[int, torch.Tensor] = {}
-        for leaf in self.leaves:
-            spaced.append(leaf)
-            gap = -leaf.numel() % self.unit
-            if gap:
-                if gap not in blanks:
-                    blanks[gap] = leaf.new_zeros(gap)
-                spaced.append(blanks[gap])
-        return spaced
+def _picked(sources: list[torch.Tensor], where: Sequence[int]) -> list[torch.Tensor]:
+    if type(where) is range:
+        return sources[where.start : where.stop]
+    return [sources[index] for index in where]
+
+
+def _stack(leaves: list[torch.Tensor], table: torch.Tensor) -> None:
+    """``torch.stack(leaves, out=table)``, faster: ``cat`` makes no view of each leaf, as ``stack`` does on a
+    GPU; and into a table with gaps both would copy leaf by leaf on the CPU."""
+    if table.dim() == 1:
+        table.copy_(torch.stack(leaves))
+    elif table.is_contiguous():
+        torch.cat(leaves, out=table.flatten(0, 1))
+    else:
+        table.copy_(torch.cat(leaves).reshape(table.shape))
+
+
+def _no_views() -> Any:
+    """A block in which parts of a tensor are no views in autograd's eyes, as ``.data`` is none: those made
+    under no_grad may not be written in place where gradients are wanted, and share a version counter.
+
+    Without the dispatch key that makes them so (``ADInplaceOrView``): ``.data`` of each would take as long
+    again. Nothing may be written in it, which would not be counted.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 class Packed(Plan[T]):
@@ -110,31 +136,59 @@ class Packed(Plan[T]):
         self._slabs = slabs
         self._rest = rest
         self._sources = sources
-        first = [sources[slab.where[0]] for slab in slabs]
+        first = [slab.runs[0].where[0] for slab in slabs]
         self.plain = [
-            torch.empty(slab.numel, dtype=leaf.dtype, device="meta")
-            for slab, leaf in zip(slabs, first, strict=True)
+            torch.empty(slab.numel, dtype=sources[index].dtype, device="meta")
+            for slab, index in zip(slabs, first, strict=True)
         ]
         self.plain += [sources[index] for index in rest]
-        self.dtypes = [whole.dtype_of(index) for index in (*(slab.where[0] for slab in slabs), *rest)]
+        self.dtypes = [whole.dtype_of(index) for index in (*first, *rest)]
         self.movers = whole.movers
         # Arrays that are among the sources are tensors by now.
         self.arrays = whole.arrays if len(sources) == len(whole.plain) else []
         self.wraps = whole.wraps
         self._tree = whole._tree
 
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """Those in :attr:`plain`."""
+        return self.plain[: len(self._slabs)]
+
     def gather(self, index: int, source: torch.Tensor) -> torch.Tensor:
-        return self._slabs[index].gather() if index < len(self._slabs) else source
+        if index >= len(self._slabs):
+            return source
+        slab = self._slabs[index]
+        row = self._sources[slab.runs[0].where[0]].new_empty(slab.numel)
+        slab.gather(self._sources, row)
+        return row
+
+    def made(self, there: Sequence[torch.Tensor]) -> Made:
+        """The slabs as rows that can be made anywhere, and their places on the device."""
+        return _Slabs(self, there)
 
     def rebuild(self, moved: Sequence[torch.Tensor], movers: Sequence[Any]) -> T:
         leaves: list[Any] = [None] * len(self._sources)
         for slab, row in zip(self._slabs, moved, strict=False):
-            for index, leaf in zip(slab.where, slab.cut(row), strict=True):
-                leaves[index] = leaf
-            breathe()
+            slab.cut(row, leaves)
         for index, leaf in zip(self._rest, moved[len(self._slabs) :], strict=False):
             leaves[index] = leaf
         return self._whole.rebuild([*leaves, *moved[len(self.plain) :]], movers)
+
+
+class _Slabs(Made):
+    def __init__(self, plan: Packed[Any], there: Sequence[torch.Tensor]) -> None:
+        self.count = len(there)
+        self._plan = plan
+        self._there = there
+
+    def there(self, index: int) -> torch.Tensor:
+        return self._there[index]
+
+    def fill(self, index: int, row: torch.Tensor) -> None:
+        self._plan._slabs[index].gather(self._plan._sources, row)
+
+    def host(self, index: int) -> torch.Tensor:
+        return self._plan.gather(index, self._there[index])
 
 
 def packed(plan: Plan[T], sources: list[torch.Tensor], device: torch.device, limit: int) -> Plan[T]:
@@ -148,25 +202,35 @@ def packed(plan: Plan[T], sources: list[torch.Tensor], device: torch.device, lim
     slabs: list[_Slab] = []
     rest: list[int] = []
     filling: dict[Any, _Slab] = {}
-    for start in range(0, len(sources), STRIDE):
-        for index, leaf in enumerate(sources[start : start + STRIDE], start):
-            nbytes = leaf.nbytes
-            if not 0 < nbytes <= limit or not leaf.is_contiguous() or leaf.device != device:
-                rest.append(index)
-                continue
-            dtype, shape = leaf.dtype, leaf.shape
-            wanted = plan.dtype_of(index)
-            slab = filling.get((dtype, wanted))
-            if slab is None or slab.numel * dtype.itemsize + nbytes > SLAB_BYTES:
-                smaller = dtype.itemsize if wanted is None else min(dtype.itemsize, wanted.itemsize)
-                slab = filling[dtype, wanted] = _Slab(ALIGNMENT // smaller)
+    for count, (like, found) in enumerate(plan.alike(sources).groups.items(), 1):
+        where: Sequence[int] = found[0] if len(found) == 1 else [*chain.from_iterable(found)]
+        if not 0 < like.nbytes <= limit or not like.contiguous or like.device != device:
+            rest += where
+            continue
+        size, wanted = like.dtype.itemsize, like.wanted
+        smaller = size if wanted is None else min(size, wanted.itemsize)
+        unit = ALIGNMENT // smaller  # elements that a leaf's place is a multiple of
+        numel = like.shape.numel()
+        step = -(-numel // unit) * unit
+        while where:
+            slab = filling.get((like.dtype, wanted))
+            room = 0 if slab is None else (SLAB_BYTES // size - slab.numel) // step
+            if slab is None or not room:
+                slab = filling[like.dtype, wanted] = _Slab()
                 slabs.append(slab)
-            elif slab.alike and shape != slab.leaves[0].shape:
-                slab.alike = False
-            slab.where.append(index)
-            slab.leaves.append(leaf)
-            slab.numel += -(-shape.numel() // slab.unit) * slab.unit
-        breathe()
-    alone = [slab.where[0] for slab in slabs if len(slab.where) == 1]
-    slabs = [slab for slab in slabs if len(slab.where) > 1]
-    return Packed(plan, slabs, [*rest, *alone], sources) if slabs else plan
+                room = SLAB_BYTES // size // step
+            run = _Run(where[:room], like.shape, slab.numel, step)
+            slab.runs.append(run)
+            slab.numel += len(run.where) * step
+            slab.padded |= step > numel
+            where = where[room:]
+        if count % STRIDE == 0:
+            breathe()
+    rest += [slab.runs[0].where[0] for slab in slabs if _alone(slab)]
+    slabs = [slab for slab in slabs if not _alone(slab)]
+    return Packed(plan, slabs, rest, sources) if slabs else plan
+
+
+def _alone(slab: _Slab) -> bool:
+    """Is there one leaf in it, which may just as well go by itself?"""
+    return len(slab.runs) == 1 and len(slab.runs[0].where) == 1

@@ -10,8 +10,8 @@ takes up to some 100 ms), is not made on a loop's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -96,9 +96,9 @@ class Origins:
     def __contains__(self, source: torch.Tensor) -> bool:
         return bool(self._all) and device_of(source) in self._all
 
-    def check(self, sources: Iterable[torch.Tensor]) -> None:
+    def check(self, devices: set[torch.device]) -> None:
         """Of data that was still being looked at when this was made: is it where its beginning is?"""
-        others = {device_of(source) for source in sources} - self._all.keys() - _HOST
+        others = devices - self._all.keys() - _HOST
         if others:
             names = ", ".join(sorted(map(str, others)))
             raise ValueError(
@@ -128,9 +128,15 @@ class Origins:
 
         look(None)
 
-    def enter(self, engine: Engine, lane: Stream, stack: ExitStack) -> None:
-        """On a staging thread: until ``stack`` is closed, a copy stream is current on each of them. It is
-        behind what the caller's streams held, as ``lane`` is, the target's."""
+    @contextmanager
+    def entered(self, engine: Engine, lane: Stream) -> Iterator[None]:
+        """On a staging thread: within the block, a copy stream is current on each of them. It is behind what
+        the caller's streams held, as ``lane`` is, the target's."""
+        with ExitStack() as stack:
+            self._enter(engine, lane, stack)
+            yield
+
+    def _enter(self, engine: Engine, lane: Stream, stack: ExitStack) -> None:
         if self._behind is not None:
             engine.driver.wait(lane, self._behind)
         self.follow(engine.driver, lane)
@@ -194,15 +200,14 @@ class PeerCopy(Job):
     def _run(self, known: Engine | None) -> None:
         engine = known or self.runtime.engine_blocking(device_of(self.dst))
         # A lane that waits for users' kernels, as downloads do.
-        with self.lane(engine, engine.downloads) as lane, ExitStack() as stack:
+        with self.lane(engine, engine.downloads, self.origins.leave) as lane:
             lane.held += (self.dst, self.src)
-            stack.callback(lambda: self.origins.leave(engine.device, lane.tail))
             if known is None:
                 self.target.follow(engine.driver, lane.stream)
-            stack.enter_context(engine.driver.on(lane.stream))  # what is current now is so again afterwards
-            self.origins.enter(engine, lane.stream, stack)
-            engine.driver.copy(self.dst, self.src, lane.stream)
-            self.land_lane(engine, lane, None, self.dst)
+            # Streams are swapped like brackets: what is current now is so again afterwards.
+            with engine.driver.on(lane.stream), self.origins.entered(engine, lane.stream):
+                engine.driver.copy(self.dst, self.src, lane.stream)
+                self.land_lane(engine, lane, None, self.dst)
 
 
 def _nothing() -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 
 from ..drivers.base import Driver
-from .crew import Crew, touching
+from .crew import Crew
+from .hostcopy import clear
 
 __all__ = ["BlockPool", "Budget", "StagingMemory"]
 
@@ -51,7 +52,11 @@ class StagingMemory:
         self._driver.unpin(block)
 
     def _touch(self, block: torch.Tensor) -> None:
-        self._crew.each(touching(block, _TOUCH_BYTES))
+        start, end = block.data_ptr(), block.numel()
+        self._crew.run(
+            -(-end // _TOUCH_BYTES),
+            lambda i: clear(start + i * _TOUCH_BYTES, min(_TOUCH_BYTES, end - i * _TOUCH_BYTES)),
+        )
 
     def _warn(self, nbytes: int, error: Exception) -> None:
         if not self._warned:

@@ -8,11 +8,12 @@ Law of this file: a plan is made at the call, on the loop's thread, without copy
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from .alike import Alike, runs
 from .parts import Rewrap, explode, spread
 from .tree import Tree, as_tensor
 
@@ -33,6 +34,8 @@ class Plan(Generic[T]):
 
     #: Are many small leaves copied as few large tensors (see ``packing``)?
     in_slabs = False
+    #: The tree's tensors are the plain ones, all of them, and sorted.
+    _simple = False
 
     def __init__(
         self, tree: Tree[T], stays: Callable[[torch.Tensor], bool], *, detached: bool = False
@@ -50,22 +53,41 @@ class Plan(Generic[T]):
         self.wraps = tree.registered
         #: For each tensor of the tree, how it comes to be in the result: the index of a copy, or of a mover,
         #: the tensor itself, or what to make of which copies.
-        self._leaves: list[int | _Mover | torch.Tensor | tuple[list[int], Rewrap]] = []
+        self._leaves: Sequence[int | _Mover | torch.Tensor | tuple[list[int], Rewrap]]
         #: Where parts are, once there are tensors to take apart: several may have one in common (ragged
         #: offsets), and have it in common again afterwards.
         self._placed: dict[tuple[int, torch.dtype | None], int] = {}
-        plain, dtypes, leaves, odd, dtype = self.plain, self.dtypes, self._leaves, tree.odd, tree.dtype
+        #: The first ones of :meth:`sources`, sorted by what they have in common.
+        self._alike = Alike()
+        self._simple = len(tree.tensors) > _FEW and tree.sort() and self._all_move(tree, stays)
+        if self._simple:
+            self._alike = tree.alike
+            self.plain = tree.tensors.copy()
+            self.dtypes = [tree.dtype] * len(self.plain)
+            self._leaves = range(len(self.plain))
+        else:
+            self._leaves = [*self._each(tree, stays)]
+
+    @staticmethod
+    def _all_move(tree: Tree[T], stays: Callable[[torch.Tensor], bool]) -> bool:
+        # Those that are alike all stay or all move.
+        return not any(stays(tree.tensors[where[0][0]]) for where in tree.alike.groups.values())
+
+    def _each(
+        self, tree: Tree[T], stays: Callable[[torch.Tensor], bool]
+    ) -> Iterator[int | _Mover | torch.Tensor | tuple[list[int], Rewrap]]:
+        plain, dtypes, odd, dtype = self.plain, self.dtypes, tree.odd, tree.dtype
         for index, tensor in enumerate(tree.tensors):
             if stays(tensor):
-                leaves.append(tensor)
+                yield tensor
             elif index in odd:
-                leaves.append(self._take_apart(tensor))
+                yield self._take_apart(tensor)
             elif odd:
-                leaves.append(self._place(tensor, dtype))
+                yield self._place(tensor, dtype)
             else:
-                leaves.append(len(plain))
                 plain.append(tensor)
                 dtypes.append(dtype)
+                yield len(plain) - 1
 
     def _take_apart(self, tensor: torch.Tensor) -> _Mover | tuple[list[int], Rewrap]:
         parts = explode(tensor, self._tree.dtype)
@@ -92,7 +114,8 @@ class Plan(Generic[T]):
     @property
     def nbytes(self) -> int:
         """Bytes of the plain tensors and arrays, each element as often as it appears."""
-        return sum(t.numel() * t.element_size() for t in self.plain) + sum(a.nbytes for a in self.arrays)
+        plain = self._alike.nbytes if self._simple else sum(t.numel() * t.element_size() for t in self.plain)
+        return plain + sum(a.nbytes for a in self.arrays)
 
     @property
     def largest(self) -> int:
@@ -107,6 +130,19 @@ class Plan(Generic[T]):
     def sources(self) -> list[torch.Tensor]:
         """All tensors to copy: the plain ones, then the arrays."""
         return [*self.plain, *map(as_tensor, self.arrays)]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the plain tensors are."""
+        return self._alike.devices if self._simple else {tensor.device for tensor in self.plain}
+
+    def alike(self, sources: Sequence[torch.Tensor]) -> Alike:
+        """``sources``, which are the plain tensors or :meth:`sources`, sorted by what they have in common."""
+        alike = self._alike
+        if alike.count < len(sources):
+            wanted = [self.dtype_of(index) for index in range(alike.count, len(sources))]
+            alike.extend(runs(sources[alike.count :], wanted))
+        return alike
 
     def gather(self, index: int, source: torch.Tensor) -> torch.Tensor:
         """What is behind the source with this number; by kernels on the current stream, if any."""
@@ -123,13 +159,15 @@ class Plan(Generic[T]):
 
     def rebuild(self, moved: Sequence[torch.Tensor], movers: Sequence[Any]) -> T:
         """The data around the copies of :meth:`sources` and what has become of ``movers``."""
-        leaves = [
-            moved[leaf] if type(leaf) is int else self._make(leaf, moved, movers) for leaf in self._leaves
-        ]
-        if self._detached:
-            leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-        arrays = moved[len(self.plain) :]
-        return self._tree.rebuild([*leaves, *arrays], movers[: len(self._tree.movers)])
+        leaves = moved
+        if not self._simple:
+            leaves = [
+                moved[leaf] if type(leaf) is int else self._make(leaf, moved, movers) for leaf in self._leaves
+            ]
+            if self._detached:
+                leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            leaves += moved[len(self.plain) :]  # the arrays
+        return self._tree.rebuild(leaves, movers[: len(self._tree.movers)])
 
     @staticmethod
     def _make(leaf: Any, moved: Sequence[torch.Tensor], movers: Sequence[Any]) -> Any:
@@ -160,7 +198,10 @@ class Walking(Generic[T]):
 
 
 #: Parts of users' data that are looked at on a staging thread between two chances for others to take the GIL.
-STRIDE = 512
+STRIDE = 1024
+
+#: A tree of no more tensors than this is not worth sorting.
+_FEW = 16
 
 
 def breathe() -> None:

@@ -1,16 +1,22 @@
-"""The staging ring: page-locked chunks that all large transfers share, a turn each.
+"""The staging ring: page-locked chunks that all large transfers share, a segment's time each.
 
-Law of this file: *a thread that waits for a chunk holds none.* What it has filled it has submitted first,
-and a submitted chunk is in flight, which is the ring's: whoever's turn it is takes the first one that the
-device is done with, whoever had filled it. So nobody can wait in a circle. Look at any chunk while somebody
-waits. It is free: then the first in the queue takes it. Or in flight: then the device will be done with it,
-and the first in the queue looks. Or in the hands of a thread that copies memory and waits for nothing but
-its own work on the device: that thread will submit it or give it back.
+Law of this file: *a thread that waits for a chunk holds none.* It takes a chunk for one segment, and submits
+it or gives it back before it asks again. A submitted chunk is in flight, which is the ring's: whoever's turn
+it is takes the first one that the device is done with, whoever had filled it. So nobody can wait in a circle.
+Look at any chunk while somebody waits. It is free: then the first in the queue takes it. Or in flight: then
+the device will be done with it, and the first in the queue looks. Or in the hands of a thread that copies
+memory and waits for nothing but its own work on the device: that thread will submit it or give it back.
 
-Turns: one chunk each, in the order of asking, so that N transfers get the N-th part of the ring each,
-whatever their sizes. Those that need no more than one chunk in all (*short*) have a queue of their own,
-which is served every second time: a short one waits for a chunk or two, never for a transfer, and a long
-one never starves. Somebody who holds chunks gets more only while nobody waits.
+Turns: one chunk each, in the order of asking; which transfer's segments are asked for is settled before, by
+the crew. Transfers that need no more than one chunk in all (*short*) have a queue of their own, which is
+served every second time: a short one waits for a chunk or two, never for a transfer, and a long one never
+starves.
+
+The chunk that was given back last is taken first: its memory may still be in the caches.
+
+How many chunks there are depends on what was transferred, not on who was faster: at first each that is taken
+is a new one, until there are as many as a transfer can use at once. After that a transfer with something in
+flight waits, and only one that has nothing yet makes the ring grow.
 """
 
 from __future__ import annotations
@@ -28,18 +34,7 @@ __all__ = ["Ring"]
 
 #: Seconds between two looks of the first in the queue at the chunks in flight. It looks instead of blocking
 #: on one event: the oldest may be on a stream that waits for a user's kernel while others are long done.
-_SOONEST, _LATEST = 0.0001, 0.0005
-
-
-class _Flight:
-    """A chunk that the device uses until ``event``."""
-
-    __slots__ = ("chunk", "event", "owner")
-
-    def __init__(self, owner: object, event: Event, chunk: torch.Tensor) -> None:
-        self.owner = owner
-        self.event = event
-        self.chunk = chunk
+_SOONEST, _LATEST = 0.00005, 0.0004
 
 
 class _Ticket:
@@ -67,6 +62,8 @@ class Ring:
         self.limit = limit
         #: Chunks that there are, or that somebody is page-locking.
         self.count = 0
+        #: Chunks that a transfer was expected to use at once, since the last :meth:`trim`.
+        self.expected = 0
         #: How often somebody had to wait for a turn.
         self.waits = 0
         self._driver = driver
@@ -74,46 +71,42 @@ class Ring:
         # Re-entrant, as all our locks: a garbage collection may give chunks back in this very thread.
         self._lock = threading.RLock()
         self._free: list[torch.Tensor] = []
-        self._flights: list[_Flight] = []  # oldest first
+        #: What the device uses, until the event: of each owner in the order of its stream.
+        self._flights: dict[object, deque[tuple[Event, torch.Tensor]]] = {}
         self._short: deque[_Ticket] = deque()
         self._long: deque[_Ticket] = deque()
         self._short_was_last = False
         self._called: _Ticket | None = None
+        # One at a time: page-locking holds up the launches of all threads.
+        self._growing = threading.RLock()
 
     # -- taking ------------------------------------------------------------------------------------
 
-    def try_take(self, owner: object, share: int) -> torch.Tensor | None:
-        """A chunk for somebody who may hold some: only while nobody waits. Worker threads only.
-
-        ``share``: how many the owner may have in flight for the ring to grow for it.
-        """
-        with self._lock:
-            if self.wanted:
-                return None
-            self._look()
-            if self._free:
-                return self._free.pop()
-            if not self._may_grow(owner, share):
-                return None
-            self.count += 1
-        self._give_new()
-        with self._lock:  # somebody may have asked meanwhile
-            return self._free.pop() if self._free and not self.wanted else None
+    def expect(self, count: int) -> None:
+        """Somebody is about to use up to ``count`` chunks at once."""
+        self.expected = max(self.expected, min(count, self.limit))
 
     def take(
-        self, owner: object, share: int, *, short: bool, give_up: Callable[[], bool]
+        self, owner: object, *, short: bool = False, grow: bool = True, give_up: Callable[[], bool]
     ) -> torch.Tensor | None:
-        """The next chunk, when it is the owner's turn. The owner holds none. Worker threads only.
+        """The next chunk, when it is this thread's turn. It holds none. Worker threads only.
 
-        ``None`` when no page-locked memory is to be had at all, and when ``give_up()`` says that waiting has
-        become pointless.
+        ``grow``: a new one may be page-locked. ``None`` when no page-locked memory is to be had at all, and
+        when ``give_up()`` says that waiting has become pointless.
         """
-        ticket = _Ticket(short)
-        queue = self._short if short else self._long
+        if grow and self.count < self.expected:
+            grow = self._give_one_more(self.expected)
         with self._lock:
+            if not self.wanted:
+                if not self._free:
+                    self._look()
+                if self._free:
+                    return self._free.pop()
+            ticket = _Ticket(short)
+            queue = self._short if short else self._long
             queue.append(ticket)
         try:
-            self._wait_for_turn(ticket, owner, share, give_up)
+            self._wait_for_turn(ticket, owner, grow, give_up)
         except BaseException:
             if ticket.chunk is not None:
                 self.give(ticket.chunk)
@@ -125,7 +118,7 @@ class Ring:
                     self._serve()
         return ticket.chunk
 
-    def _wait_for_turn(self, ticket: _Ticket, owner: object, share: int, give_up: Callable[[], bool]) -> None:
+    def _wait_for_turn(self, ticket: _Ticket, owner: object, grow: bool, give_up: Callable[[], bool]) -> None:
         pause = _SOONEST
         waited = False
         while True:
@@ -135,15 +128,13 @@ class Ring:
                 if ticket.chunk is not None:
                     return
                 first = self._first() is ticket
-                grow = first and self._may_grow(owner, share)
-                self.count += grow
-                hopeless = self.count == 0 and (share == 0 or self.limit == 0)
+                grows = first and grow and self.count < self.limit and owner not in self._flights
+                hopeless = self.count == 0 and not (grow and self.limit)
                 look_again = first and bool(self._flights)
-            if hopeless or (not grow and give_up()):
+            if hopeless or (not grows and give_up()):
                 return
-            if grow:
-                if not self._give_new():
-                    share = 0  # no more of it to be had: wait for what there is
+            if grows:
+                grow = self._give_one_more(self.limit)  # else wait for what there is
                 continue
             self.waits += not waited
             waited = True
@@ -174,40 +165,41 @@ class Ring:
         """Under the lock, in a worker thread: is the device done with a chunk? Enough of them to serve all
         who wait, and one more."""
         missing = len(self._short) + len(self._long) + 1 - len(self._free)
-        for flight in tuple(self._flights) if missing > 0 else ():
-            if self._driver.query(flight.event):
-                self._land(flight)
+        for owner, flights in tuple(self._flights.items()):
+            while missing > 0 and flights and self._driver.query(flights[0][0]):
+                self._land(flights)
                 missing -= 1
-                if missing <= 0:
-                    break
+            if not flights:
+                del self._flights[owner]
 
-    def _may_grow(self, owner: object, share: int) -> bool:
-        return self.count < self.limit and sum(f.owner is owner for f in self._flights) < share
-
-    def _give_new(self) -> bool:
-        """Page-lock one more chunk, for which ``count`` has a place already. May take milliseconds. False
-        when the system gives no more."""
-        chunk = None
-        try:
-            chunk = self._memory.allocate(self.nbytes)
-        finally:
+    def _give_one_more(self, limit: int) -> bool:
+        """Page-lock another chunk while there are fewer than ``limit``. May take milliseconds. False when the
+        system gives no more."""
+        with self._growing:
             with self._lock:
-                if chunk is None:
-                    self.count -= 1
-                else:
-                    self._free.append(chunk)
-                self._serve()
-        return chunk is not None
+                if self.count >= limit:
+                    return True
+                self.count += 1
+            chunk = None
+            try:
+                chunk = self._memory.allocate(self.nbytes)
+            finally:
+                with self._lock:
+                    if chunk is None:
+                        self.count -= 1
+                    else:
+                        self._free.append(chunk)
+                    self._serve()
+            return chunk is not None
 
     # -- giving back -------------------------------------------------------------------------------
 
     def fly(self, owner: object, event: Event, chunk: torch.Tensor) -> None:
-        """The owner has submitted ``chunk``; the device is done with it at ``event``."""
+        """The owner has submitted ``chunk`` to its one stream; the device is done with it at ``event``."""
         with self._lock:
-            self._flights.append(_Flight(owner, event, chunk))
-            first = self._first()
-            if first is not None and len(self._flights) == 1:
+            if not self._flights and (first := self._first()) is not None:
                 first.call()  # there is something to look at again
+            self._flights.setdefault(owner, deque()).append((event, chunk))
 
     def give(self, chunk: torch.Tensor) -> None:
         """Neither the device nor the holder uses ``chunk`` any more. Any thread."""
@@ -218,14 +210,15 @@ class Ring:
     def land(self, owner: object) -> None:
         """The device has finished everything that ``owner`` submitted. Any thread."""
         with self._lock:
-            for flight in [flight for flight in self._flights if flight.owner is owner]:
-                self._land(flight)
+            flights = self._flights.pop(owner, None)
+            while flights:
+                self._land(flights)
             self._serve()
 
-    def _land(self, flight: _Flight) -> None:
-        self._flights.remove(flight)
-        self._driver.recycle(flight.event)
-        self._free.append(flight.chunk)
+    def _land(self, flights: deque[tuple[Event, torch.Tensor]]) -> None:
+        event, chunk = flights.popleft()
+        self._driver.recycle(event)
+        self._free.append(chunk)
 
     # -- ahead of use and after --------------------------------------------------------------------
 
@@ -234,23 +227,22 @@ class Ring:
         are. Worker threads only."""
         wanted = self.limit if nbytes is None else min(self.limit, -(-nbytes // max(1, self.nbytes)))
         with self._driver.relaxed():  # not every thread of ours belongs to an engine
-            while True:
-                with self._lock:
-                    if self.count >= wanted:
-                        break
-                    self.count += 1
-                if not self._give_new():
-                    break
+            while self.count < wanted and self._give_one_more(wanted):
+                pass
         return self.allocated_bytes
 
     def trim(self) -> int:
         """Give all free chunks back to the system; returns how many bytes that were. Worker threads only."""
         with self._driver.relaxed():
             with self._lock:
-                for flight in [flight for flight in self._flights if self._driver.query(flight.event)]:
-                    self._land(flight)
+                for owner, flights in tuple(self._flights.items()):
+                    while flights and self._driver.query(flights[0][0]):
+                        self._land(flights)
+                    if not flights:
+                        del self._flights[owner]
                 self._serve()  # those who wait come first
                 freed, self._free = self._free, []
+                self.expected = 0
                 self.count -= len(freed)
             for chunk in freed:
                 self._memory.free(chunk)

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
+from .alike import Alike, ordinary, runs
 from .arrays import as_tensor, is_array, refusal
 from .containers import ATOMS, LIST, Kind, attributes, kind_of, moves_itself, registered
-from .parts import Rewrap, components, explode, is_ordinary
+from .parts import RAW, Rewrap, explode, is_ordinary
+from .reach import tensors_of
 from .strangers import tensors_stay_behind, warn_of, warn_of_keys
 
 if TYPE_CHECKING:
@@ -44,11 +46,11 @@ class _Node:
         "opened",
         "parts",
         "position",
-        "positions",
+        "runs",
         "seen",
         "source",
         "todo",
-        "values",
+        "uniform",
     )
 
     def __init__(self, source: Any, kind: Kind, position: int = 0) -> None:
@@ -58,16 +60,20 @@ class _Node:
         self.opened = opened = kind.open(source)
         self.attributes = attributes(source) if kind.has_attributes else []
         self.parts = opened.contents + [attribute.value for attribute in self.attributes]
-        self.todo = enumerate(self.parts)
+        self.todo = iter(self.parts)
         self.seen = 0  # how many of them
-        # What goes in where: positions among the parts, and for each the value, as in `_Walk.met`.
-        self.positions: list[int] = []
-        self.values: list[int] = []
+        self.uniform = True  # no container among those
+        # What goes in where: a position among the parts, a value, as in `_Walk.met`, and for how many parts
+        # from there on the values count upwards.
+        self.runs: list[tuple[int, int, int]] = []
 
     def build(self, leaves: Sequence[Any], built: list[Any]) -> Any:
         parts, size = self.parts.copy(), len(self.opened.contents)
-        for position, value in zip(self.positions, self.values, strict=True):
-            parts[position] = leaves[value] if value >= 0 else built[~value]
+        for position, value, count in self.runs:
+            if count > 1:
+                parts[position : position + count] = leaves[value : value + count]
+            else:
+                parts[position] = leaves[value] if value >= 0 else built[~value]
         new = self.kind.close(self.source, self.opened, parts[:size])
         for attribute, part in zip(self.attributes, parts[size:], strict=True):
             attribute.put(new, attribute.name, part)
@@ -100,6 +106,7 @@ class Tree(Generic[T]):
         "_nodes",
         "_order",
         "_root",
+        "alike",
         "arrays",
         "dtype",
         "movers",
@@ -119,12 +126,26 @@ class Tree(Generic[T]):
         """Each numpy array once; `as_tensor` makes a tensor of it, in a worker thread, for it may copy."""
         self.movers: list[Any] = []
         """Each module, and each object with a `.to` of its own, once."""
+        self.alike = Alike()
+        """The first ones of the tensors, as many as have been looked at for this, sorted; see `sort`."""
         self.registered = False
         """Functions that somebody registered make some of the containers."""
         self._data = data
         self._order: list[int] = []  # which sort each leaf is; empty while all are tensors
         self._nodes: list[_Node] = []
         self._root: _Node | None = None  # a list around the data; None: the data is a tensor
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors are."""
+        return self.alike.devices | {tensor.device for tensor in self.tensors[self.alike.count :]}
+
+    def sort(self) -> bool:
+        """Let `alike` have all tensors; false if that cannot be: some are odd."""
+        if not self.odd:
+            rest = self.tensors[self.alike.count :]
+            self.alike.extend(runs(rest, [self.dtype] * len(rest)))
+        return not self.odd
 
     def rebuild(self, moved: Sequence[Any], moved_movers: Sequence[Any]) -> T:
         """The data around what has become of `[*tensors, *arrays]` and of `movers`.  May be called again."""
@@ -134,7 +155,7 @@ class Tree(Generic[T]):
         if self._root is None:
             only: T = moved[0]
             return only
-        if not self._root.values:
+        if not self._root.runs:
             return self._data
         leaves = moved
         if self._order:
@@ -156,12 +177,13 @@ class Tree(Generic[T]):
         todo: list[tuple[tuple[Any, ...], _Node]] = [((), self._root)]
         while todo:
             path, node = todo.pop()
-            for position, value in zip(node.positions, node.values, strict=True):
-                way = () if node is self._root else (*path, node.key(position))
-                if value >= 0:
-                    yield way, leaves[value]
-                else:
-                    todo.append((way, self._nodes[~value]))
+            for first, value, count in node.runs:
+                for more in range(count):
+                    way = () if node is self._root else (*path, node.key(first + more))
+                    if value >= 0:
+                        yield way, leaves[value + more]
+                    else:
+                        todo.append((way, self._nodes[~value]))
 
 
 def flatten(data: T, *, verb: str, dtype: torch.dtype | None = None, name: str = "data") -> Tree[T]:
@@ -204,6 +226,9 @@ _NEW, _OPEN, _AS_IT_IS = object(), object(), object()
 #: Strangers of one type that are looked into in one walk: there may be very many of them.
 _STRANGERS = 8
 
+#: So many parts, or more, are looked at together, if they are all ordinary tensors.
+_TOGETHER = 16
+
 
 class _Walk:
     """Depth first, with a stack of its own: Python's recursion limit is no limit for data."""
@@ -214,6 +239,8 @@ class _Walk:
         self.name = name
         root = tree._root = _Node([tree._data], LIST)
         self.stack = [root]
+        # What an ordinary tensor can always be converted to.
+        self.simple = tree.dtype is None or tree.dtype not in RAW
         # id of an object -> what stands for it: the number of a leaf, in order of first appearance, ~ the
         # number of a container, or a marker.
         self.met: dict[int, Any] = {}
@@ -245,10 +272,12 @@ class _Walk:
 
     def _descend(self, node: _Node) -> bool:
         """Goes through the parts not looked at yet; true when it met a container and put it on the stack."""
-        met, positions, values = self.met, node.positions, node.values
-        tensors, simple, order = self.tree.tensors, self.tree.dtype is None, self.tree._order
         begin, node.seen = node.seen, min(len(node.parts), node.seen + self.parts)
-        for position, part in islice(node.todo, node.seen - begin):
+        if node.uniform and node.seen - begin >= _TOGETHER and self._take_together(node, begin):
+            return False
+        met, found = self.met, node.runs
+        tensors, simple, order = self.tree.tensors, self.simple, self.tree._order
+        for position, part in enumerate(islice(node.todo, node.seen - begin), begin):
             cls = type(part)
             if cls in ATOMS:
                 continue
@@ -261,17 +290,35 @@ class _Walk:
                 else:
                     value = self._meet(part, position)
             if type(value) is int:
-                positions.append(position)
-                values.append(value)
+                found.append((position, value, 1))
             elif value is _OPEN:
                 if self.stack[-1] is not node:
-                    node.seen = position + 1
+                    node.seen, node.uniform = position + 1, False
                     return True
                 name = type(part).__name__
                 raise ValueError(
                     f"{_call(self.verb)}: {self._path(position)} is a {name} that contains itself"
                 )
         return False
+
+    def _take_together(self, node: _Node, begin: int) -> bool:
+        """The same for parts that are all ordinary tensors, met for the first time; false if they are not."""
+        tree, parts = self.tree, node.parts[begin : node.seen]
+        if not self.simple or (found := ordinary(parts, tree.dtype)) is None:
+            return False
+        first = len(tree._order or tree.tensors)
+        met = dict(zip(map(id, parts), range(first, first + len(parts)), strict=True))
+        if len(met) < len(parts) or not self.met.keys().isdisjoint(met.keys()):
+            return False
+        if tree.sort():
+            tree.alike.extend(found)
+        self.met.update(met)
+        tree.tensors.extend(parts)
+        if tree._order:
+            tree._order.extend([_TENSOR] * len(parts))
+        node.runs.append((begin, first, len(parts)))
+        node.todo.__setstate__(node.seen)  # type: ignore[attr-defined]  # they are behind us
+        return True
 
     def _meet(self, x: Any, position: int) -> Any:
         """Meets an object for the first time.  A container is opened, and goes on the stack."""
@@ -347,13 +394,12 @@ class _Walk:
 
     def _close(self, node: _Node) -> None:
         value: Any = _AS_IT_IS
-        if node.values:
+        if node.runs:
             value = ~len(self.tree._nodes)
             self.tree.registered = self.tree.registered or not node.kind.has_attributes
             self.tree._nodes.append(node)
             around = self.stack[-1]
-            around.positions.append(node.position)
-            around.values.append(value)
+            around.runs.append((node.position, value, 1))
         self.met[id(node.source)] = value
         self.closed.append(node)
 
@@ -362,73 +408,3 @@ class _Walk:
         positions = [*(node.position for node in self.stack[2:]), position]
         labels = [node.label(place) for node, place in zip(self.stack[1:], positions, strict=False)]
         return self.name + "..." * (len(labels) > 8) + "".join(labels[-8:])
-
-
-# -- Everything that data reaches --------------------------------------------------------------------------
-
-
-def tensors_of(data: Any) -> Iterator[torch.Tensor]:
-    """Every tensor whose memory `data` reaches, each once: for `record_stream` and lifetimes.
-
-    Goes through what `flatten` takes apart, and also through modules (parameters and buffers), the attributes
-    of objects with a `.to`, and gradients.  Tensors without memory of their own (sparse, nested, wrapper
-    subclasses) are represented by their components.  Never raises: what cannot be looked into is left out.
-    """
-    cls = type(data)
-    if cls in ATOMS:
-        return iter(())
-    if cls is torch.Tensor and _is_whole(data) and _grad(data) is None:
-        return iter((data,))
-    with torch._C.DisableTorchFunction():
-        return iter(_reach(data))  # at once: nobody changes data, or this thread's state, between two items
-
-
-def _is_whole(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not (x.is_nested or x.is_quantized)
-
-
-def _grad(x: torch.Tensor) -> torch.Tensor | None:
-    return x.grad if x.is_leaf or x.retains_grad else None  # asking any other non-leaf warns
-
-
-def _reach(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is given out twice
-    todo = [data]
-    while todo:
-        x = todo.pop()
-        if type(x) in ATOMS or id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if type(x) is torch.Tensor and not x.requires_grad and _is_whole(x) and x.grad is None:
-            found.append(x)
-            continue
-        try:
-            todo.extend(reversed(_inside(x, found)))
-        except Exception:  # a user's `__tensor_flatten__`, a dict that another thread changes, a dead proxy
-            continue
-    return found
-
-
-def _inside(x: Any, found: list[torch.Tensor]) -> list[Any]:
-    """What is directly in `x`.  A tensor that has memory of its own goes to `found`."""
-    cls = type(x)
-    if isinstance(x, torch.Tensor):
-        plain = cls in (torch.Tensor, torch.nn.Parameter) and _is_whole(x)
-        inside: list[Any] = [] if plain else list(components(x))
-        if not inside:
-            found.append(x)
-        return inside if (grad := _grad(x)) is None else [*inside, grad]
-    if (kind := registered(cls)) is not None:
-        return kind.open(x).contents
-    if isinstance(x, torch.nn.Module):
-        if isinstance(x, torch.jit.ScriptModule):  # keeps them in C++
-            return [*x.parameters(), *x.buffers()]
-        return [*x._parameters.values(), *x._buffers.values(), *x._modules.values()]
-    kind = kind_of(cls)
-    if kind is None and not moves_itself(cls):
-        return []
-    contents = kind.open(x).contents if kind is not None else []
-    if kind is not None and not kind.has_attributes:
-        return contents
-    return [*contents, *(attribute.value for attribute in attributes(x))]

@@ -8,7 +8,6 @@ allocated, too: memory of the caller's stream could only be written behind that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from .._operation import Operation
 from .._runtime import Runtime, starter
 from ..drivers.base import Event, Stream
 from .jobs import Job, give_slots, in_slot, submit_slot_copy, take_slots
+from .packing import Packed
 from .parts import core, widened
 from .peers import Origins, device_of
 from .plan import Plan, Walking, neutral
@@ -69,7 +69,7 @@ class Upload(Job):
 
     def _start_large(self, engine: Engine | None, on_thread: Callable[[], None]) -> None:
         if self.walking is not None:
-            self.origins.check(self.plan.plain)
+            self.origins.check(self.plan.devices)
         if self.origins and engine is not None and engine.driver.eager:
             # Its copies run on threads, which know no streams: they start when there is something to copy.
             starter().submit(partial(self._start_ready, engine, on_thread))
@@ -130,29 +130,33 @@ class Upload(Job):
         # One that waits for a source on another device, or for the caller's stream, may hold others up: not
         # among the uploads' streams.
         pool = engine.downloads if self.origins or self.plan.movers else engine.uploads
-        with self.lane(engine, pool) as lane, ExitStack() as outside:
-            outside.callback(lambda: self.origins.leave(engine.device, lane.tail))
+        with self.lane(engine, pool, self.origins.leave) as lane:
             moved_movers = self._move_movers(engine, caller)
             moved: list[torch.Tensor] = []
             there_already: list[int] = []
+            staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+            arriving: list[tuple[int, torch.Tensor]] = []
             self.pack(self.plan.sources, _HOST)
-            # Streams are swapped like brackets: those of the origins inside of the lane's.
-            with engine.driver.on(lane.stream), ExitStack() as inside:
-                for index, source in enumerate(self.plan.sources()):
+            with engine.driver.on(lane.stream):
+                moved += self._slabs_moved(engine, lane)
+                for index, source in enumerate(self.plan.sources()[len(moved) :], len(moved)):
                     source = self._source(engine, index, source)
                     if source in self.origins and not engine.driver.eager:
                         there_already.append(index)
                         moved.append(source)
                         continue
                     real = source if engine.driver.eager else core(source)
-                    there = room_for(real, engine.device)
-                    lane.upload(there, real)
-                    moved.append(self._settled(engine, index, there, source))
+                    moved.append(room_for(real, engine.device))
+                    staged.append((moved[index], real))
+                    arriving.append((index, source))
+                lane.upload_all(staged)
+                for index, source in arriving:
+                    moved[index] = self._settled(engine, index, moved[index], source)
                 if there_already:
                     # Last: until now this thread may have waited for chunks, and so for this stream.
-                    self.origins.enter(engine, lane.stream, inside)
-                    for index in there_already:
-                        moved[index] = self._moved_across(engine, lane, index, moved[index])
+                    with self.origins.entered(engine, lane.stream):
+                        for index in there_already:
+                            moved[index] = self._moved_across(engine, lane, index, moved[index])
                 if moved_movers:
                     engine.driver.order(lane.stream, caller)
                 homes = {caller.raw, lane.stream.raw}
@@ -160,6 +164,15 @@ class Upload(Job):
             for tensor in self.operation._moved:
                 engine.driver.keep(tensor, caller)
             self.land_lane(engine, lane, finish, value)
+
+    def _slabs_moved(self, engine: Engine, lane: Lane) -> list[torch.Tensor]:
+        """A packed plan's slabs, gathered by the copy threads on the way."""
+        if not isinstance(self.plan, Packed) or engine.driver.eager:
+            return []
+        slabs = self.plan.slabs
+        there = [room_for(slab, engine.device) for slab in slabs]
+        lane.upload_made(self.plan.made(there))
+        return [self._settled(engine, i, *pair) for i, pair in enumerate(zip(there, slabs, strict=True))]
 
     @staticmethod
     def _is_here(engine: Engine, source: torch.Tensor) -> bool:
@@ -177,6 +190,8 @@ class Upload(Job):
         return self._settled(engine, index, there, source)
 
     def _move_movers(self, engine: Engine, caller: Stream) -> list[Any]:
+        if not self.plan.movers:
+            return []
         # On the caller's stream: what such an object allocates, nobody can find to mark it as used there.
         options: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
         with engine.driver.on(caller):

@@ -7,8 +7,9 @@
     GET  /write?prompt=The+data&characters=200              text, one character at a time as it is made
     GET  /healthz, /readyz, /metrics
 
-The first start trains the models (see model.py). On SIGTERM or Ctrl-C the service stops being ready, refuses
-what is new, finishes what it has, and ends.
+All routes share one rule (admission.py, and the batcher's queue): so many at once, of one client a quarter,
+429 with Retry-After for the others. The first start trains the models (see model.py). On SIGTERM or Ctrl-C
+the service stops being ready, refuses what is new, finishes what it has, and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from rich.progress import Progress
 
 import aiogpu
 import aiogpu.asgi
+from admission import Admission
 from limits import LIMITS, PIXELS, Limits, Refused, digit_from_json, digits_from_bytes, read_body, wish
 from model import Digits, Writer, cache_folder, train_digits, train_writer, trained
 
@@ -58,6 +60,7 @@ class Settings:
     limits: Limits = LIMITS
     max_batch_size: int = 64
     max_queue: int = 1024
+    places: int = 64  # for batches at once, and for texts: those that go past the batcher
     client_header: str | None = None  # set by a proxy of one's own; anybody can send a header
 
     @property
@@ -73,6 +76,9 @@ class Service:
         self.digits = digits
         self.writer = writer
         self.device = next(writer.parameters()).device
+        share = max(1, settings.places // 4)  # of one client, as in the batcher
+        self.batches = Admission("batches", settings.places, share)
+        self.texts = Admission("texts", settings.places, share)
         self.batcher = aiogpu.Batcher(
             self.recognize, max_batch_size=settings.max_batch_size, max_queue=settings.max_queue,
             to_host=True, name="digits",
@@ -87,14 +93,18 @@ class Service:
         scores = await self.batcher(torch.from_numpy(pixels), timeout=self.limits.timeout, client=client)
         return {"digit": int(scores.argmax()), "probability": round(float(scores.max()), 4)}
 
-    async def classify_batch(self, pixels: np.ndarray) -> list[int]:
-        there = await aiogpu.to_device(pixels)
-        scores = await aiogpu.run_sync(self.recognize, there)
-        digits: list[int] = (await aiogpu.to_host(scores.argmax(1))).tolist()
-        return digits
+    async def classify_batch(self, pixels: np.ndarray, client: str) -> list[int]:
+        with self.batches.place(client):
+            there = await aiogpu.to_device(pixels)
+            scores = await aiogpu.run_sync(self.recognize, there)
+            digits: list[int] = (await aiogpu.to_host(scores.argmax(1))).tolist()
+            return digits
 
     async def write(self, prompt: str, characters: int, temperature: float, seed: int) -> AsyncGenerator[str]:
-        """Each character as soon as it is made; while the device works on one, others are served."""
+        """Each character as soon as it is made; while the device works on one, others are served.
+
+        Whoever iterates it holds a place of `texts` meanwhile.
+        """
         generator = torch.Generator(self.device).manual_seed(seed)
         read = await aiogpu.to_device(torch.tensor([Writer.encode(prompt) or [0]]))
         state = None
@@ -123,6 +133,22 @@ async def load(settings: Settings) -> Service:
 
 def _update(progress: Progress, bar: Any, done: float) -> None:
     progress.update(bar, completed=done)
+
+
+class Text(StreamingResponse):
+    """A text that has its place from its first character to its last, or until its client has gone.
+
+    Taken before the response starts: a refusal is still a 429.
+    """
+
+    def __init__(self, text: AsyncIterator[str], place: AbstractContextManager[None]) -> None:
+        super().__init__(text, media_type="text/plain; charset=utf-8")
+        self.place = place
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # A client that hardly reads cannot keep it: the longest text fits into the server's write buffer.
+        with self.place:
+            await super().__call__(scope, receive, send)
 
 
 def make_app(settings: Settings) -> aiogpu.asgi.StreamMiddleware:
@@ -154,19 +180,17 @@ def make_app(settings: Settings) -> aiogpu.asgi.StreamMiddleware:
         most = limits.batch_items * PIXELS
         body = await read_body(request.stream(), request.headers, most, limits.body_seconds)
         declared = (request.headers.get(name, "") for name in ("x-dtype", "x-shape"))
-        return await request.app.state.service.classify_batch(
-            digits_from_bytes(body, *declared, limits.batch_items)
-        )
+        pixels = digits_from_bytes(body, *declared, limits.batch_items)
+        return await request.app.state.service.classify_batch(pixels, client_of(request))
 
     @api.get("/write")
     async def write(
         request: Request, prompt: str = "", characters: str = "200", temperature: str = "0.7", seed: str = "0"
     ) -> Response:
         wanted = wish(prompt, characters, temperature, seed, limits)
-        text = request.app.state.service.write(
-            wanted.prompt, wanted.characters, wanted.temperature, wanted.seed
-        )
-        return StreamingResponse(text, media_type="text/plain; charset=utf-8")
+        running = request.app.state.service
+        text = running.write(wanted.prompt, wanted.characters, wanted.temperature, wanted.seed)
+        return Text(text, running.texts.place(client_of(request)))
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -41,6 +41,7 @@ log = logging.getLogger("aiogpu.serve")
 CODES: dict[type[BaseException], tuple[grpc.StatusCode, str]] = {
     aiogpu.OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests"),
     aiogpu.DeviceLostError: (grpc.StatusCode.UNAVAILABLE, "the device is lost"),
+    aiogpu.ClosedError: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
     torch.OutOfMemoryError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"),
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "timed out"),
 }
@@ -80,6 +81,12 @@ def pixels_of(message: bytes, most: int) -> np.ndarray:
     return digits_from_bytes(bytes(found["data"]), dtype, ",".join(map(str, found["shape"])), most)
 
 
+def client_of(context: Any) -> str:
+    """Whose share of the places a call takes: the address, without the port that each connection has anew."""
+    address: str = context.peer().rpartition(":")[0]  # such as ipv4:127.0.0.1:40312
+    return address
+
+
 def handlers(service: Service) -> grpc.GenericRpcHandler:
     limits = service.limits
 
@@ -88,10 +95,10 @@ def handlers(service: Service) -> grpc.GenericRpcHandler:
         """{"pixels": (n, 8, 8) uint8} to {"digits": (n,) int64}. A single one joins other calls' batch."""
         pixels = pixels_of(message, limits.batch_items)
         if len(pixels) > 1:
-            digits = await service.classify_batch(pixels)
+            digits = await service.classify_batch(pixels, client_of(context))
         else:
             one = pixels[0].astype(np.float32)
-            digits = [(await service.classify(one, context.peer()))["digit"]]
+            digits = [(await service.classify(one, client_of(context)))["digit"]]
         return save({"digits": torch.tensor(digits)})
 
     @told
@@ -99,9 +106,10 @@ def handlers(service: Service) -> grpc.GenericRpcHandler:
         """A prompt in UTF-8, to a stream of messages, one character each."""
         wanted = wish(message.decode("utf-8", "replace"), "200", "0.7", "0", limits)
         text = service.write(wanted.prompt, wanted.characters, wanted.temperature, wanted.seed)
-        async with aclosing(text):
-            async for character in text:
-                await context.write(character.encode())
+        with service.texts.place(client_of(context)):
+            async with aclosing(text):
+                async for character in text:
+                    await context.write(character.encode())
 
     methods = {
         "Classify": grpc.unary_unary_rpc_method_handler(classify),

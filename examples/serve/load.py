@@ -136,12 +136,13 @@ async def open_loop(
     asks: Sequence[Ask],
     *,
     rate: float,
-    requests: int,
+    requests: int = sys.maxsize,
+    seconds: float = math.inf,
     seed: int = 0,
     connections: int = CONNECTIONS,
     told: Told = lambda: None,
 ) -> Outcome:
-    """`requests` in all, `rate` per second on average, sent when they are due."""
+    """`requests` in all, or for so many seconds, `rate` per second on average, sent when they are due."""
     outcome, rng = Outcome(), random.Random(seed)
     clients = Clients(host, port, connections)
 
@@ -157,6 +158,8 @@ async def open_loop(
             # The loop's timer has a granularity of a millisecond: late ones go at once, together.
             if (wait := due - perf_counter()) > 0:
                 await asyncio.sleep(wait)
+            if perf_counter() - start > seconds:
+                break
             group.create_task(one(asks[i % len(asks)], due))
     outcome.elapsed = perf_counter() - start
     clients.close()

@@ -118,6 +118,35 @@ def test_callers_outside_of_tasks_get_finished_results(run: Loop, slow: Slow) ->
     run(main)
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_small_batches_whose_slots_are_used_again_and_again_are_right(
+    run: Loop, slow: Slow, to_host: bool, kind: str
+) -> None:
+    """The device is 2 ms behind the host: a slot that came back too early would hold another batch's rows."""
+
+    def fn(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        slow(2)
+        return {"y": x["a"] * 2 + x["b"].unsqueeze(1), "b": x["b"]}
+
+    async def afn(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return fn(x)
+
+    async def main() -> None:
+        function = fn if kind == "sync" else afn
+        async with aiogpu.Batcher(function, max_batch_size=4, in_flight=3, to_host=to_host) as batcher:
+
+            async def call(value: int) -> None:
+                result = await batcher({"a": torch.full((300,), float(value)), "b": value})
+                y = result["y"] if to_host else await aiogpu.to_host(result["y"])
+                assert bool((y == 3 * value).all()), value
+
+            in_task = aiogpu.task(call)
+            await aiogpu.gather(*((call if i % 2 else in_task)(i) for i in range(400)))
+
+    run(main)
+
+
 @asynchronous
 @unsanitized
 def test_the_upload_of_the_next_batch_runs_beside_the_computation_of_this_one(run: Loop, slow: Slow) -> None:

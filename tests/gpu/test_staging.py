@@ -13,7 +13,7 @@ import torch
 import aiogpu
 from aiogpu._engine import Engine
 from aiogpu.drivers.cuda import CudaDriver
-from aiogpu.transfers.crew import touching
+from aiogpu.transfers.pinned import StagingMemory
 
 from ._tools import ON_GPU, asynchronous, needs_bindings, needs_linux, pattern, same_bytes, unsanitized
 from .conftest import Loop
@@ -33,7 +33,8 @@ def driver(engine: Engine) -> CudaDriver:
 def test_registered_memory_is_page_locked_for_cuda_and_ordinary_afterwards(
     engine: Engine, driver: CudaDriver
 ) -> None:
-    block = driver.pinned(8 * MIB, lambda block: engine.crew.each(touching(block, MIB)))
+    block = StagingMemory(driver, engine.crew).allocate(8 * MIB)
+    assert block is not None
     assert block.is_pinned()
     assert block[5 * MIB :].is_pinned()
     block.copy_(pattern(8 * MIB, 1))
