@@ -119,9 +119,7 @@ def test_what_completes_while_the_loop_looks_has_a_wake_up_of_its_own(run):
         stop()
         stop()
         await anyio.sleep(0.01)
-        assert _selfpipe._idle.count(pipe) == 1, (
-            "two loops would share it"
-        )
+        assert _selfpipe._idle.count(pipe) == 1, "two loops would share it"
 
     run(main)
 
