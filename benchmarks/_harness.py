@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -97,10 +98,11 @@ def _factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class Heartbeat:
-    """`async with Heartbeat() as pulse`: how late the loop ran a coroutine that was due every `tick` seconds.
+    """`async with Heartbeat() as pulse`: how late the loop ran a callback that was due every `tick` seconds.
 
-    `lags` are seconds beyond the tick. asyncio's own timers are late by up to a millisecond, so an idle loop
-    shows about that much.
+    `lags` are seconds beyond the moment at which it was due, one for each tick, also for those that were
+    missed. A timer of the kernel's makes the loop's selector return: asyncio's own are rounded up to whole
+    milliseconds, so that an idle loop would show a lag of one.
     """
 
     def __init__(self, tick: float = 0.002) -> None:
@@ -109,23 +111,42 @@ class Heartbeat:
         self._due = math.inf
 
     async def __aenter__(self) -> Heartbeat:
-        self._task = asyncio.create_task(self._beat())
-        await asyncio.sleep(0)
+        self._timer = _timerfd(self._tick)
+        self._due = time.perf_counter() + self._tick
+        asyncio.get_running_loop().add_reader(self._timer, self._beat)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A loop that stood still until now has not beaten yet: that gap counts most of all.
-        self.lags.append(max(0.0, time.perf_counter() - self._due))
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self._note(time.perf_counter())
+        asyncio.get_running_loop().remove_reader(self._timer)
+        os.close(self._timer)
 
-    async def _beat(self) -> None:
-        while True:
-            self._due = time.perf_counter() + self._tick
-            await asyncio.sleep(self._tick)
-            self.lags.append(max(0.0, time.perf_counter() - self._due))
+    def _beat(self) -> None:
+        os.read(self._timer, 8)
+        self._note(time.perf_counter())
+
+    def _note(self, now: float) -> None:
+        while self._due <= now:
+            self.lags.append(now - self._due)
+            self._due += self._tick
+        if not self.lags:
+            self.lags.append(0.0)
+
+
+def _timerfd(seconds: float) -> int:
+    """A descriptor that can be read every `seconds` (timerfd_create(2); Python has it from 3.13 on)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    monotonic, nonblocking = 1, os.O_NONBLOCK
+    descriptor: int = libc.timerfd_create(monotonic, nonblocking)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "timerfd_create")
+    spec = (ctypes.c_long * 4)(0, int(seconds * 1e9), 0, int(seconds * 1e9))  # interval, first
+    if libc.timerfd_settime(descriptor, 0, spec, None) != 0:
+        raise OSError(ctypes.get_errno(), "timerfd_settime")
+    return descriptor
 
 
 # Numbers
