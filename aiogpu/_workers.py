@@ -96,25 +96,29 @@ class StagingThreads:
 
     They submit and wait; the copying itself is shared out to others (``transfers.crew``). So there may be
     more of them than cores, and the short ones have threads of their own: none ever queues behind a long
-    one.
+    one. Those that only submit, and wait for nobody, have two threads each: with more they would take the GIL
+    from each other at every call of CUDA's, which lets go of it.
 
     ``short_bytes``: a transfer of up to so many bytes is short.
     """
 
     def __init__(self, limit: int, short_bytes: int, enter_thread: Callable[[], None]) -> None:
         self._short_bytes = short_bytes
-        self._short = WorkerPool("staging", limit, enter_thread)
-        self._long = WorkerPool("staging-long", limit, enter_thread)
+        self._pools = {
+            (waits, short): WorkerPool(name + "-long" * (not short), limit if waits else 2, enter_thread)
+            for waits, name in ((True, "staging"), (False, "submitting"))
+            for short in (True, False)
+        }
 
-    def submit(self, job: Job, nbytes: float = 0) -> None:
+    def submit(self, job: Job, nbytes: float = 0, *, waits: bool = True) -> None:
         """Run ``job``, the transfer of ``nbytes`` in all. Raises ``RuntimeError`` once closed."""
-        (self._short if nbytes <= self._short_bytes else self._long).submit(job)
+        self._pools[waits, nbytes <= self._short_bytes].submit(job)
 
     def close(self, timeout: float) -> bool:
         """End the threads once their jobs have; False when some were still busy after ``timeout`` s."""
         deadline = time.monotonic() + timeout
-        short = self._short.close(timeout)
-        return self._long.close(max(0.0, deadline - time.monotonic())) and short
+        closed = [pool.close(max(0.0, deadline - time.monotonic())) for pool in self._pools.values()]
+        return all(closed)
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

@@ -46,10 +46,12 @@ Result = dict[str, Any]
 def main() -> None:
     arguments = _arguments()
     start = time.perf_counter()
-    results = [run(script, quick=arguments.quick) for script in arguments.scripts or SCRIPTS]
-    seconds = time.perf_counter() - start
-    if any(result["rows"] for result in results):
-        write(arguments.out, results, quick=arguments.quick, seconds=seconds)
+    results: list[Result] = []
+    for script in arguments.scripts or SCRIPTS:
+        results.append(run(script, quick=arguments.quick))
+        if any(result["rows"] for result in results):  # after each: an interrupted run keeps what it has
+            seconds = time.perf_counter() - start
+            write(arguments.out, results, quick=arguments.quick, seconds=seconds)
     sys.exit(any(result["failed"] for result in results))
 
 
@@ -94,9 +96,9 @@ def write(folder: Path, results: list[Result], *, quick: bool, seconds: float) -
     )
     (folder / f"{stem}.md").write_text(page(where, results, quick=quick, seconds=seconds), encoding="utf-8")
     print(f"wrote {folder / stem}.json and .md ({seconds:.0f} s)")
-    for result in results:
-        if result["benchmark"] == "transfers" and result["rows"]:
-            print(draw(result["rows"], folder / f"{stem}-transfers.svg", where["gpu"] or "CPU"))
+    newest = results[-1]
+    if newest["benchmark"] == "transfers" and newest["rows"]:
+        print(draw(newest["rows"], folder / f"{stem}-transfers.svg", where["gpu"] or "CPU"))
 
 
 def page(where: dict[str, Any], results: list[Result], *, quick: bool, seconds: float) -> str:

@@ -30,7 +30,7 @@ from _checkpoints import snapshot, write_plain
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-STEPS, QUICK_STEPS = 150, 12
+STEPS, QUICK_STEPS = 80, 12
 WORKERS = 2
 CHECKPOINT_BYTES, QUICK_CHECKPOINT_BYTES = 4 << 30, 8 << 20
 

@@ -19,7 +19,16 @@ from .._engine import Engine
 from .._operation import Operation
 from .._runtime import Runtime
 from ..drivers.base import Event, Stream
-from .jobs import Job, dense_copy, dense_strides, give_slots, in_slot, submit_slot_copy, take_slots
+from .jobs import (
+    SMALL_LEAVES,
+    Job,
+    dense_copy,
+    dense_strides,
+    give_slots,
+    in_slot,
+    submit_slot_copy,
+    take_slots,
+)
 from .plan import Plan, Walking, neutral
 from .staging import same_order
 from .tree import as_tensor
@@ -72,7 +81,13 @@ class Download(Job):
         if self.walking is not None:
             self.walk_first(engine, self.walking, partial(self.in_thread, engine, work))
         else:
-            self.in_thread(engine, work)
+            self.in_thread(engine, work, waits=engine is None or not self._only_submits(engine))
+
+    def _only_submits(self, engine: Engine) -> bool:
+        """Straight into page-locked memory; where that is not to be had, what waits comes later."""
+        plan = self.plan
+        few = plan.leaves <= SMALL_LEAVES and not plan.movers and not plan.arrays
+        return few and self.out is None and not engine.driver.eager
 
     def _start_small(self, engine: Engine, stream: Stream) -> bool:
         sources = [dense_copy(self._converted(i, s)) for i, s in enumerate(self.plan.plain)]

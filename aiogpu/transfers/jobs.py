@@ -89,9 +89,9 @@ class Job:
             return engine.driver.current()
         return engine.driver.adopt(self._native)
 
-    def in_thread(self, engine: Engine | None, work: Callable[[], None]) -> None:
+    def in_thread(self, engine: Engine | None, work: Callable[[], None], *, waits: bool = True) -> None:
         """Run ``work`` on a staging thread, once its bytes may be in flight; what it raises, the operation
-        fails with."""
+        fails with. ``waits=False``: it submits, and waits neither for chunks nor for users' code."""
 
         def job() -> None:
             try:
@@ -105,7 +105,7 @@ class Job:
         else:
             # Nobody knows how much an object moves that moves itself.
             nbytes = math.inf if self.plan.movers else self.operation._nbytes
-            submit = partial(engine.staging.submit, job, nbytes)
+            submit = partial(engine.staging.submit, job, nbytes, waits=waits)
         if self._admitted:
             submit()
         else:

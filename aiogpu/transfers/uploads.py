@@ -17,12 +17,12 @@ from .._engine import Engine
 from .._operation import Operation
 from .._runtime import Runtime, starter
 from ..drivers.base import Event, Stream
-from .jobs import Job, give_slots, in_slot, submit_slot_copy, take_slots
+from .jobs import SMALL_LEAVES, Job, give_slots, in_slot, submit_slot_copy, take_slots
 from .packing import Packed
-from .parts import core, widened
+from .parts import core, is_ordinary, widened
 from .peers import Origins, device_of
 from .plan import Plan, Walking, neutral
-from .staging import Lane, same_order
+from .staging import Lane, is_dense, same_order
 from .tree import tensors_of
 
 __all__ = ["Upload", "UploadInto"]
@@ -74,7 +74,15 @@ class Upload(Job):
             # Its copies run on threads, which know no streams: they start when there is something to copy.
             starter().submit(partial(self._start_ready, engine, on_thread))
         else:
-            self.in_thread(engine, on_thread)
+            self.in_thread(engine, on_thread, waits=engine is None or not self._only_submits(engine))
+
+    def _only_submits(self, engine: Engine) -> bool:
+        """Everything is in page-locked memory as it is wanted there."""
+        plan = self.plan
+        if plan.leaves > SMALL_LEAVES or plan.movers or plan.arrays or self.origins or engine.driver.eager:
+            return False
+        pinned = engine.driver.is_pinned
+        return all(is_ordinary(source) and is_dense(source) and pinned(source) for source in plan.plain)
 
     def _fits_here(self, engine: Engine) -> bool:
         """May it be submitted on the caller's thread?"""
