@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .drivers.cpu import CpuDriver
 from .drivers.hostmem import pin_thread_to
 from .transfers.crew import Crew
 from .transfers.pinned import BlockPool, Budget, StagingMemory
+from .transfers.release import let_go
 from .transfers.ring import Ring
 
 __all__ = ["Engine", "EngineSettings", "default_device", "find_engine", "install_engine", "make_engine"]
@@ -102,6 +104,7 @@ class Engine:
         self.slots = BlockPool(self.memory, SLOT_BYTES, _SLOTS)
         self.chunks = Ring(driver, self.memory, *_chunks(settings.staging_bytes))
         self.staging = StagingThreads(_STAGING_THREADS, CHUNK_BYTES, self._enter_near)
+        self._releasing = WorkerPool("release", 1, lambda: None)
         self.workers = WorkerPool("worker", 10_000, driver.enter_thread)  # bounded by limiters
 
     def warm_up(self) -> None:
@@ -121,9 +124,16 @@ class Engine:
         self.results.forget_kept()
         return freed
 
+    def let_go(self, values: list[Any]) -> None:
+        """Drop ``values``, which may take the system long, on a thread of its own."""
+        try:
+            self._releasing.submit(partial(let_go, values))
+        except RuntimeError:  # the interpreter is exiting
+            values.clear()
+
     def close_threads(self, timeout: float) -> None:
         """End all threads of this engine, for tests: no transfer and no call may be under way."""
-        for pool in (self.staging, self.crew, self.reordering, self.workers):
+        for pool in (self.staging, self.crew, self.reordering, self._releasing, self.workers):
             pool.close(timeout)
 
     def _enter_near(self) -> None:

@@ -76,7 +76,7 @@ LEVELS = [
     ["transfers.strangers", "transfers.reach"],
     ["transfers.alike", "transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],
-    ["transfers.segments"],
+    ["transfers.segments", "transfers.release"],
     ["transfers.layout", "transfers.hostcopy", "drivers.hostmem", "drivers.host_allocator"],
 ]
 #: Packages whose front door holds nothing.

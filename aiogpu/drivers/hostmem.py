@@ -11,10 +11,11 @@ import mmap
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["cpus_near", "pages", "pin_thread_to"]
+__all__ = ["cpus_near", "forget_pages", "pages", "pin_thread_to"]
 
 
 def pages(nbytes: int) -> torch.Tensor:
@@ -31,6 +32,15 @@ def pages(nbytes: int) -> torch.Tensor:
             memory.madvise(getattr(mmap, advice))
     _mapped.add(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def forget_pages(address: int, nbytes: int) -> None:
+    """Take a shared mapping's pages out of this process's tables, with the GIL released.
+
+    What is in them stays in the file, and comes back at the next access.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def cpus_near(bus_id: str, root: Path = Path("/sys")) -> frozenset[int]:
@@ -56,6 +66,8 @@ def pin_thread_to(cpus: frozenset[int]) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(0, cpus)
 
+
+_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 
 #: Where a child of a fork has holes.
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()

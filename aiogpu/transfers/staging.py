@@ -17,6 +17,7 @@ from .._engine import Engine
 from .._reactor import Point
 from ..drivers.base import Stream
 from .layout import flat, is_dense, same_order
+from .release import is_large
 from .segments import Made, Rows, Segments, Views, segment_bytes
 
 __all__ = ["Lane", "flat", "is_dense", "same_order"]
@@ -151,7 +152,9 @@ class Lane:
         self._ring.land(self)
         while self._broken:
             self._ring.give(self._broken.pop())
-        self.held.clear()
+        held, self.held = self.held, []
+        if is_large(held):  # this is the loop's thread, or another that must not stand still
+            self.engine.let_go(held)
 
     def _through_chunks(
         self,

@@ -110,6 +110,8 @@ def test_reserving_staging_memory_hardly_delays_launches(run_asyncio: Loop, engi
 
     async def main() -> None:
         await aiogpu.current_runtime().trim()
+        x.add_(1)  # a kernel's first launch loads it
+        torch.cuda.current_stream().synchronize()
         thread = threading.Thread(target=launch)
         thread.start()
         try:
