@@ -566,3 +566,29 @@ def test_debug_mode_lets_right_programs_pass(run, auto_vd):
                 await aiogpu.to_device(torch.ones(3))
 
     run(main)
+
+
+def test_hundreds_of_copies_are_not_queued_behind_a_producer_that_still_runs(run, monkeypatch, until):
+    """A copy stream takes about 1020 commands, and then blocks whoever submits, inside of CUDA."""
+    monkeypatch.setattr("aiogpu.transfers.downloads._COMMANDS", 4)
+
+    async def main() -> None:
+        with small_virtual() as (device, _):
+            sources = [torch.full((SLOT + 1,), float(n), dtype=torch.float64) for n in range(9)]
+            await aiogpu.to_host(sources)
+            latch = device.latch()
+            operation = aiogpu.to_host(sources)
+            few = aiogpu.to_host(sources[:3])
+            await until(lambda: _waiting(device) >= 3)
+            assert _waiting(device) < 9, "they fill the copy stream"
+            latch.release()
+            values = await operation
+            assert [value[0].item() for value in values] == list(range(9))
+            assert (await few)[2][0] == 2
+
+    run(main)
+
+
+def _waiting(device: Any) -> int:
+    """Copies that are queued behind something."""
+    return sum(command.name == "copy" for queue in device._queues for command in queue.commands)

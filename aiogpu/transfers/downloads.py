@@ -3,8 +3,9 @@
 Law of this file: a download runs after what the caller's stream held at the call. A small one goes onto that
 stream, into a page-locked slot, and from there into ordinary memory once it has landed. A large one goes to
 a leased copy stream that waits for the caller's, straight into page-locked memory; where that is not to be
-had, through chunks into ordinary memory. For that the staging thread must wait for each chunk, so it
-starts only when the producer has finished: no thread of ours ever waits for users' kernels.
+had, through chunks into ordinary memory. For that the staging thread must wait for each chunk, and hundreds
+of copies would fill a copy stream: these start only when the producer has finished, so that no thread of
+ours ever waits for users' kernels.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from .staging import same_order
 from .tree import as_tensor
 
 __all__ = ["Download"]
+
+#: Copies of one transfer that may be queued behind a producer that still runs. A stream takes about 1020
+#: commands; whoever submits one more waits inside of CUDA, and may hold a lock there that others want.
+_COMMANDS = 256
 
 
 class Download(Job):
@@ -147,15 +152,18 @@ class Download(Job):
         if self.out is None:
             self.pack(lambda: self.plan.plain, engine.device)
         hosts = self._hosts(engine)
-        if hosts is not None:
+        if hosts is not None and len(hosts) <= _COMMANDS:
             self._direct(engine, hosts, caller, ready)
             return
+        work = partial(self._staged, engine, caller)
+        if hosts is not None:  # more than may wait on a copy stream for a kernel of the user's
+            work = partial(self._direct, engine, hosts, caller)
 
         def start(error: BaseException | None) -> None:
             if error is not None:
                 self.operation.fail(error)
             else:
-                self.in_thread(engine, partial(self._staged, engine, caller))
+                self.in_thread(engine, work)
 
         self.runtime.watch(engine, caller, ready, start, self)
 
@@ -187,10 +195,14 @@ class Download(Job):
             engine.results.track(host, nbytes)
         return host
 
-    def _direct(self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event) -> None:
+    def _direct(
+        self, engine: Engine, hosts: list[torch.Tensor], caller: Stream, ready: Event | None = None
+    ) -> None:
+        """``ready``: the producer's end; ``None`` once it has come."""
         with self.lane(engine, engine.downloads) as lane:
-            engine.driver.wait(lane.stream, ready)
-            engine.driver.recycle(ready)
+            if ready is not None:
+                engine.driver.wait(lane.stream, ready)
+                engine.driver.recycle(ready)
             movers = self._move_movers(engine, caller)
             arrays = self._arrays()
             with engine.driver.on(lane.stream):
