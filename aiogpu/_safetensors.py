@@ -71,14 +71,18 @@ class Shard:
         self._fd: int | None = None
         self.path = path
         package = require_package()
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        # The very same file, though somebody may have put another one in its place by now: by its descriptor.
+        same = f"/proc/self/fd/{self._fd}"
         try:
-            self._file = package.safe_open(path, framework="pt", device="cpu")
+            self._file = package.safe_open(
+                same if os.path.exists(same) else path, framework="pt", device="cpu"
+            )
         except package.SafetensorError as error:
             raise ValueError(
                 f"{path} is damaged, incomplete, or no safetensors file ({error}). Download or save it "
                 "again; convert pickled checkpoints (.bin, .pt, .ckpt) with safetensors.torch.save_file"
             ) from error
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._tells = hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT")
         self._layout = list(self._find_layout())
 

@@ -23,8 +23,6 @@ from ._loops import Door
 
 __all__ = ["SelfPipe", "open_pipe"]
 
-_FULLY_BUFFERED = 0  # _IOFBF
-
 
 class SelfPipe:
     """A pipe with a C stream at its write end. Never closed: a callback may come at any time."""
@@ -46,8 +44,8 @@ class SelfPipe:
         self.argument: int = stream
         self._libc = libc
         self._stream = ctypes.c_void_p(stream)
-        self._buffer = ctypes.create_string_buffer(64)  # ours: nothing is allocated on a driver's thread
-        libc.setvbuf(self._stream, self._buffer, _FULLY_BUFFERED, ctypes.c_size_t(64))
+        # This makes the buffer, so that nothing is allocated on a driver's thread. It is libc's: one of ours
+        # would be gone when libc writes out all streams at exit.
         self._load()
 
     def post(self) -> None:

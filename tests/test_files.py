@@ -732,6 +732,34 @@ def test_a_list_of_files_is_loaded_in_its_order(run_asyncio, tmp_path):
     run_asyncio(main)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/fd")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_mixed_with_its_successor(
+    run_asyncio, tmp_path, monkeypatch, when
+):
+    old = {"a": content((50_000,), torch.int32, 1)}
+    new = {"b": torch.ones(7), "a": content((60_000,), torch.int32, 2)}
+    path = save(tmp_path / "weights.safetensors", old)
+    newer = save(tmp_path / "newer.safetensors", new)
+    real = os.open
+
+    def replacing(*args: Any, **kwargs: Any) -> int:
+        if when == "before" and newer.exists():
+            newer.replace(path)
+        fd = real(*args, **kwargs)
+        if newer.exists():
+            newer.replace(path)
+        return fd
+
+    monkeypatch.setattr(os, "open", replacing)
+
+    async def main():
+        assert_same(await collect(aiogpu.load_safetensors(path)), new if when == "before" else old)
+        assert not newer.exists()
+
+    run_asyncio(main)
+
+
 # -- what is wrong with files --------------------------------------------------------------------------------
 
 

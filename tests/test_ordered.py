@@ -38,12 +38,13 @@ def staging_held(engine: Any) -> Iterator[Callable[[], None]]:
     """Within the block no staging thread takes up a transfer, or until what it yields is called."""
     submit = engine.staging.submit
     held: list[Any] = []
-    engine.staging.submit = lambda *job: held.append(job)
+    engine.staging.submit = lambda *job, **how: held.append((job, how))
 
     def release() -> None:
         engine.staging.submit = submit
         while held:
-            submit(*held.pop(0))
+            job, how = held.pop(0)
+            submit(*job, **how)
 
     try:
         yield release

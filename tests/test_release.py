@@ -55,6 +55,31 @@ def test_whoever_else_holds_the_memory_finds_it_as_it_was():
     assert tensor[5] == 7
 
 
+@pytest.mark.skipif(
+    "file_system" not in torch.multiprocessing.get_all_sharing_strategies(), reason="no such sharing strategy"
+)
+def test_shared_memory_without_a_descriptor_stays_where_it_is():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensor = shared(2 * LARGE)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    place = tensor.data_ptr()  # others have this address, too: an array, a copy of the device's
+    let_go([tensor])
+    assert tensor.data_ptr() == place
+    assert tensor[-1] == LARGE // 4 - 1
+
+
+def test_a_privately_mapped_file_keeps_what_was_written_into_memory(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(2 * LARGE))
+    tensor = torch.from_file(str(path), shared=False, size=LARGE // 4, dtype=torch.int64)
+    tensor += 1
+    let_go([tensor])
+    assert torch.equal(tensor, torch.ones_like(tensor))
+
+
 def test_no_descriptor_is_left():
     let_go([shared(2 * LARGE)])
     before = descriptors()

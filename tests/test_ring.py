@@ -1143,3 +1143,30 @@ def test_a_download_through_chunks_does_not_wait_for_others_kernels(run_asyncio,
             await until(moved(lambda: device.idle and not reactor.pending))
 
         run_asyncio(main)
+
+
+def test_transfers_do_not_wait_for_chunks_that_a_failure_has_lost_for_good(run):
+    """An event that cannot be recorded: nobody knows when the device is done, so the chunk stays away."""
+    with small_virtual(pinned_bytes=0, chunks=2, auto=True) as (device, engine):
+
+        async def main() -> None:
+            async with aiogpu.Runtime(device.device):
+                await aiogpu.to_device(torch.ones(3))
+                record = engine.driver.record
+                engine.driver.record = failing
+                for _ in range(3):
+                    with pytest.raises(RuntimeError, match="no event"):
+                        await aiogpu.to_device(torch.ones(CHUNK))
+                engine.driver.record = record
+                lost = len(engine.leaked)
+                assert lost
+                for value in range(4):
+                    there = await aiogpu.to_device(torch.full((CHUNK,), value))
+                    assert torch.equal(await aiogpu.to_host(there), torch.full((CHUNK,), value))
+                engine.leaked.clear()
+
+        def failing(*_: Any) -> Any:
+            raise RuntimeError("no event")
+
+        run(main, limit=5.0)
+        assert engine.chunks.used_bytes == 0

@@ -16,6 +16,7 @@ from _small_blocks import SLOT, small_cpu, small_virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import aiogpu
 from aiogpu import _engine
@@ -197,6 +198,28 @@ def test_every_shape_and_format_arrives_bit_for_bit(dtype, shape, seed):
             assert y.data_ptr() != x.data_ptr()
 
     anyio.run(main)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in make_dual
+def test_no_tangent_is_left_behind_in_staging_memory(run_asyncio, anydevice):
+    # ``copy_`` hands tangents on, under no_grad, too; and views of slots are kept for the next tensor.
+    async def main():
+        await aiogpu.to_device(torch.ones(1))  # the first call makes the engine
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(4), torch.full((4,), 7.0))
+            with pytest.raises(ValueError, match=r"has a tangent .* `x.detach\(\)`"):
+                aiogpu.to_device(dual)
+            for data in (dual, [dual], [dual] + [torch.ones(4) for _ in range(20)]):
+                await aiogpu.to_host(data)
+                await aiogpu.copy_(torch.zeros(4), dual)
+                for x in (torch.ones(4), [torch.ones(4)], [torch.ones(4) for _ in range(20)]):
+                    for verb in (aiogpu.to_device, aiogpu.to_host):
+                        arrived = await verb(x)
+                        for y in arrived if isinstance(arrived, list) else [arrived]:
+                            assert forward_ad.unpack_dual(y).tangent is None
+        assert single.is_ordinary(torch.ones(4))
+
+    run_asyncio(main)
 
 
 @pytest.mark.parametrize("way", ["function mode", "fake tensors", "vmap", "default device"])

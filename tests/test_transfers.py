@@ -194,6 +194,24 @@ def test_a_row_of_a_large_tensor_moves_no_more_than_the_row(run_asyncio, monkeyp
 # -- dtype= ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("verb", [aiogpu.to_device, aiogpu.to_host], ids=["to_device", "to_host"])
+@pytest.mark.parametrize("count", [SLOT // 8, SLOT // 8 + 1, SLOT // 4, SLOT // 2])
+def test_what_a_conversion_makes_larger_than_a_slot_leaves_the_next_slot_alone(
+    run_asyncio, small, verb, count
+):
+    async def main():
+        await aiogpu.to_device(torch.ones(1))  # the first call makes the engine
+        for form in (lambda x: x, lambda x: x.view(1, -1).t(), lambda x: [x], lambda x: x.numpy()):
+            rows = [torch.arange(count, dtype=torch.int16) + i for i in range(8)]
+            operations = [verb(form(row), dtype=torch.float64) for row in rows]
+            for row, operation in zip(rows, operations, strict=True):
+                arrived = await operation
+                arrived = arrived[0] if isinstance(arrived, list) else arrived
+                assert arrived.flatten().tolist() == row.tolist()
+
+    run_asyncio(main)
+
+
 @pytest.mark.parametrize("count", [8, 2000], ids=["small", "large"])
 @pytest.mark.parametrize(
     ("source", "wanted"),
@@ -485,5 +503,21 @@ def test_an_operation_may_be_awaited_many_times_and_by_many(run, small):
                 group.start_soon(keep)
         results.append(await operation)
         assert len({id(result) for result in results}) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, None])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_view_that_is_converted_on_the_way_down_keeps_its_elements_in_place(run, small, rows, dtype):
+    """A conversion of a permuted view with gaps comes out in an order of memory of its own."""
+
+    async def main() -> None:
+        source = torch.randn(rows, 5, 6).permute(2, 0, 1)[::2]
+        for view in (source, source.transpose(0, 1), source[:, :, ::2]):
+            back = await aiogpu.to_host(view, dtype=dtype)
+            assert same(back, view if dtype is None else view.to(dtype))
+            (again,) = await aiogpu.to_host([view], dtype=dtype)
+            assert same(again, back)
 
     run(main)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from .parts import RAW
 
@@ -67,6 +68,7 @@ def ordinary(parts: Sequence[Any], dtype: torch.dtype | None) -> list[Run] | Non
         or set(map(_layout, parts)) != {torch.strided}
         or any(map(_requires_grad, parts))
         or any(map(torch.Tensor._is_zerotensor, parts))
+        or forward_ad._current_level >= 0  # some may have tangents
     ):
         return None
     try:

@@ -95,7 +95,8 @@ def to_device(data: Any, device: Device | None = None, *, dtype: torch.dtype | N
     ------
     ValueError, TypeError
         Before any work, for what cannot be moved, naming its place (``data['images'][3].mask``): unknown
-        devices, meta tensors, tensors that require grad and are not leaves, oneDNN's layout, quantized
+        devices, meta tensors, tensors that require grad and are not leaves, or have a tangent (forward-mode
+        autograd), oneDNN's layout, quantized
         tensors with several elements a byte, numpy arrays with a mask or a dtype that torch lacks,
         conversions that torch lacks, storages, data that contains itself.
     CaptureError

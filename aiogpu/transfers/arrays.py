@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from .parts import RAW, components
+from .parts import RAW, components, has_tangent
 
 if TYPE_CHECKING:
     import numpy
@@ -89,6 +89,11 @@ def _tensor_refusal(x: torch.Tensor, verb: str) -> Refusal | None:
         return ValueError, (
             "requires grad and is not a leaf, so that a copy made outside autograd would cut its graph; "
             f"pass `x.detach()` if that is meant, or use {way_out} to stay in the graph"
+        )
+    if verb == "to_device" and has_tangent(x):
+        return ValueError, (
+            "has a tangent (forward-mode autograd), which a copy made outside autograd would lose; pass "
+            f"`x.detach()` if that is meant, or use {way_out} to keep it"
         )
     return None
 

@@ -72,7 +72,7 @@ class Download(Job):
             return
         try:
             caller = engine.driver.current()
-            if self.small:
+            if self.small_converted:
                 with neutral(), engine.driver.relaxed():
                     if self._start_small(engine, caller):
                         return
@@ -208,7 +208,7 @@ class Download(Job):
             with engine.driver.on(lane.stream):
                 lane.held.append(self.plan)  # conversions read it on the lane's stream
                 for index, (host, source) in enumerate(zip(hosts, self.plan.plain, strict=True)):
-                    lane.download(host, dense_copy(self._converted(index, source)))
+                    lane.download(host, _in_order_of(host, self._converted(index, source)))
             if movers:
                 engine.driver.order(lane.stream, caller)
             self.land_lane(engine, lane, self._finish([*hosts, *arrays], movers))
@@ -246,3 +246,11 @@ class Download(Job):
             return finish
         result = finish()
         return lambda: result
+
+
+def _in_order_of(host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``source`` on its device, in the order of memory of dense ``host``: a conversion may have left another."""
+    if same_order(host, source):
+        return source
+    there = torch.empty_strided(host.shape, host.stride(), dtype=source.dtype, device=source.device)
+    return there.copy_(source)

@@ -73,6 +73,11 @@ class Job:
         few = plan.leaves <= SMALL_LEAVES and not plan.movers and self.walking is None
         return few and plan.largest <= SLOT_BYTES
 
+    @property
+    def small_converted(self) -> bool:
+        """Small, also where conversions come before the slots."""
+        return self.small and self.plan.largest_converted <= SLOT_BYTES
+
     def pack(self, sources: Callable[[], list[torch.Tensor]], device: torch.device) -> None:
         """On a staging thread: see to it that many small leaves on ``device`` are copied together."""
         if self.plan.leaves > SMALL_LEAVES:
@@ -303,6 +308,8 @@ def _watch_broken(
         event = engine.driver.record(stream)
     except BaseException:  # nobody can tell any more when the device is done with it
         engine.leaked.append(keep)
+        if isinstance(keep, Lane):
+            keep.lose()
         return None
     return runtime.watch(engine, stream, event, callback, keep)
 
@@ -367,6 +374,7 @@ def slot_view(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if view is None:
         if len(views) >= _VIEWS:
             views.clear()
+        assert like.nbytes <= slot.nbytes, "it would reach into the next slot"
         with torch._C._InferenceMode(False):
             # Of the storage, not of the slot: that would keep itself alive, through its own view.
             view = torch.empty(0, dtype=like.dtype, device="cpu")

@@ -11,8 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
-__all__ = ["RAW", "Parts", "Rewrap", "components", "core", "explode", "is_ordinary", "spread", "widened"]
+__all__ = [
+    "RAW",
+    "Parts",
+    "Rewrap",
+    "components",
+    "core",
+    "explode",
+    "has_tangent",
+    "is_ordinary",
+    "spread",
+    "widened",
+]
 
 Rewrap: TypeAlias = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -48,7 +60,17 @@ def is_ordinary(x: torch.Tensor) -> bool:
         and x.layout is torch.strided
         and x.dtype not in RAW  # nor quantized, then
         and not (x.requires_grad or x.is_nested or x.is_meta or x._is_zerotensor())
+        and (forward_ad._current_level < 0 or not has_tangent(x))
     )
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Is it a dual tensor of forward-mode autograd? ``copy_`` would hand its tangent on to staging memory,
+    under ``no_grad``, too, and from there to whatever is copied through that next."""
+    if forward_ad._current_level < 0 or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    strided = x.layout is torch.strided and not x.is_nested
+    return strided and forward_ad.unpack_dual(x).tangent is not None
 
 
 def explode(x: torch.Tensor, dtype: torch.dtype | None = None) -> Parts | None:
@@ -91,7 +113,8 @@ def _with_class(
     grad = x.requires_grad and x.is_leaf
     take_apart = _layout_of(x)
     assert take_apart is not None, "refused"
-    parts = take_apart(x.detach() if x.requires_grad or type(x) is not torch.Tensor else x, dtype)
+    bare = type(x) is torch.Tensor and not (x.requires_grad or has_tangent(x))
+    parts = take_apart(x if bare else x.detach(), dtype)
 
     def rewrap(moved: Sequence[torch.Tensor]) -> torch.Tensor:
         with torch._C.DisableTorchFunction():

@@ -123,6 +123,16 @@ class Plan(Generic[T]):
         sizes = [t.numel() * t.element_size() for t in self.plain] + [a.nbytes for a in self.arrays]
         return max(sizes, default=0)
 
+    @property
+    def largest_converted(self) -> int:
+        """The same once they have the dtypes that they are to be converted to, where these are wider."""
+        sizes = [self.largest]
+        leaves: list[Any] = [*self.plain, *self.arrays]
+        for index, leaf in enumerate(leaves):
+            if (wanted := self.dtype_of(index)) is not None:
+                sizes.append(leaf.nbytes // leaf.itemsize * wanted.itemsize)
+        return max(sizes)
+
     def dtype_of(self, index: int) -> torch.dtype | None:
         """What the copy of the source with this number is to be converted to; None: not at all."""
         return self.dtypes[index] if index < len(self.dtypes) else self._tree.dtype

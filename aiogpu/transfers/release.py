@@ -47,9 +47,11 @@ def let_go(values: list[Any]) -> None:
 def _unmapped(tensor: torch.Tensor) -> int | None:
     """Take shared memory out of the process's tables: a descriptor of its file, else ``None``."""
     with contextlib.suppress(RuntimeError, OSError, AttributeError, NotImplementedError):
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
+        # Not `_share_fd_cpu_`, which moves what has no descriptor (the sharing strategy "file_system") into
+        # new memory, from under whoever holds an array of it. Here that is -1, which dup() refuses.
         if storage.is_shared():
-            descriptor = os.dup(storage._share_fd_cpu_()[0])
+            descriptor = os.dup(storage._get_shared_fd())
             forget_pages(storage.data_ptr(), storage.nbytes())
             return descriptor
     return None

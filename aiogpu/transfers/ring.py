@@ -207,6 +207,12 @@ class Ring:
             self._free.append(chunk)
             self._serve()
 
+    def lose(self, count: int) -> None:
+        """Nobody can tell any more when the device is done with ``count`` chunks: others take their place."""
+        with self._lock:
+            self.count -= count
+            self._serve()
+
     def land(self, owner: object) -> None:
         """The device has finished everything that ``owner`` submitted. Any thread."""
         with self._lock:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .._engine import Engine
 from .._operation import Operation
@@ -60,6 +61,7 @@ def is_ordinary(x: Any) -> bool:
         and not _function_modes()  # first: they would see what is asked next
         and not _dispatch_modes()
         and _transforms() is None
+        and forward_ad._current_level < 0  # it may have a tangent
         and x.dtype in _DTYPES
         and x.layout is torch.strided
         and not x.is_nested

@@ -156,6 +156,11 @@ class Lane:
         if is_large(held):  # this is the loop's thread, or another that must not stand still
             self.engine.let_go(held)
 
+    def lose(self) -> None:
+        """Nobody can tell when the device is done: this object is kept for ever, and the ring does without
+        its chunks. Those in flight have events of their own."""
+        self._ring.lose(len(self._broken))
+
     def _through_chunks(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
@@ -180,10 +185,11 @@ class Lane:
     def _take(self, short: bool) -> torch.Tensor | None:
         # New ones are asked for as long as nobody has been refused one since this transfer began.
         grow = self.engine.memory.failures == self._failures
-        return self._ring.take(self, short=short, grow=grow, give_up=self._is_lost)
+        return self._ring.take(self, short=short, grow=grow, give_up=self._has_failed)
 
-    def _is_lost(self) -> bool:
-        return self.engine.lost is not None
+    def _has_failed(self) -> bool:
+        # A segment has broken off: this transfer itself may have the chunk that a thread of its waits for.
+        return self.engine.lost is not None or bool(self._broken)
 
 
 def _turns(parts: Iterable[Segments]) -> list[tuple[Segments, int]]:

@@ -87,7 +87,9 @@ class Upload(Job):
     def _fits_here(self, engine: Engine) -> bool:
         """May it be submitted on the caller's thread?"""
         origins = self.origins
-        return self.small and (not origins or (not engine.driver.eager and origins.known_to(engine.device)))
+        if engine.driver.eager:
+            return self.small_converted and not origins
+        return self.small and (not origins or origins.known_to(engine.device))
 
     def _start_ready(self, engine: Engine, on_thread: Callable[[], None]) -> None:
         def start(error: BaseException | None) -> None:
