@@ -249,7 +249,7 @@ class Download(Job):
 
 
 def _in_order_of(host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``source`` on its device, in the order of memory of dense ``host``: a conversion may have left another."""
+    """``source`` on its device, in the order of memory of dense ``host``. A conversion may change it."""
     if same_order(host, source):
         return source
     there = torch.empty_strided(host.shape, host.stride(), dtype=source.dtype, device=source.device)
