@@ -250,9 +250,11 @@ class Job:
             self._break_off(engine, lane.stream, lane, lane.give_back, error)
             raise
         finally:
-            if leave is not None:
-                leave(engine.device, lane.tail)
-            lease.release(lane.tail)
+            try:
+                if leave is not None:
+                    leave(engine.device, lane.tail)
+            finally:
+                lease.release(lane.tail)
 
     def land_lane(
         self, engine: Engine, lane: Lane, finish: Callable[[], Any] | None, value: Any = None

@@ -237,7 +237,8 @@ class _Download(_Flight):
     def land(self) -> Any:
         host, slot = self.host_side, self.slot
         assert slot is not None
-        _memmove(host.data_ptr(), slot.data_ptr(), host.nbytes)
+        # No more than the slot has: by mistake, a destination may have been resized meanwhile.
+        _memmove(host.data_ptr(), slot.data_ptr(), min(host.nbytes, slot.nbytes))
         return host
 
 
