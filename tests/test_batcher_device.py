@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -14,6 +16,8 @@ from _batches import Box, Calls, calling, lists, ones
 from _kernels import cell, go, read, write
 
 import aiogpu
+from aiogpu import _engine
+from aiogpu._batching.pipeline import Load
 from aiogpu._workers import WorkerPool
 from aiogpu.testing import RaceError
 
@@ -411,3 +415,22 @@ def test_a_call_inside_a_graph_capture_is_refused_before_it_changes_anything(run
             await caller(batcher)
 
     go(run, vd, main)
+
+
+def test_a_slot_whose_loop_has_gone_is_kept_until_the_device_is_done(vd, blocking_until):
+    """A batch nobody has heard of: its loop was closed while the function ran, its coroutine collected."""
+    engine = _engine.make_engine(vd.device)
+    free = len(engine.slots._free)
+    load = Load(SimpleNamespace(engine=engine), [torch.ones(4)], 16, lambda: False, lambda _: None)  # type: ignore[arg-type]
+    assert load.shuttle is not None
+    assert load.shuttle.open()
+    latch = vd.latch()
+    load.stream = engine.driver.current()
+    load.shuttle.up([torch.ones(4)])
+    load.submitted()
+    del load
+    gc.collect()
+    assert len(engine.slots._free) == free - 1, "the device still reads it"
+    latch.release()
+    vd.run_all()
+    blocking_until(lambda: len(engine.slots._free) == free)

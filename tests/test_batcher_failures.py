@@ -591,28 +591,40 @@ def test_only_a_call_that_does_not_fit_alone_fails_and_nothing_is_kept(run):
 def test_memory_that_another_batch_has_is_waited_for(run, size):
     """C67: a batch that does not fit beside its neighbour fits alone, and nobody fails."""
     free = size
-    failed = []
-
-    async def fn(items):
-        nonlocal free
-        if len(items) > free:
-            failed.append(len(items))
-            raise out_of_memory()
-        free -= len(items)
-        for _ in range(20):
-            await anyio.lowlevel.checkpoint()
-        free += len(items)
-        return items
+    waited = False
 
     async def main():
+        async def fn(items):
+            nonlocal free
+            if len(items) > free:
+                raise out_of_memory()
+            free -= len(items)
+            turns = 0
+            # Beside a full batch nobody fits, and the other calls are there by then: so the first full one
+            # stays until somebody waits for its memory.
+            while turns < 20 or (len(items) == size and not waited):
+                turns += 1
+                await anyio.lowlevel.checkpoint()
+            free += len(items)
+            return items
+
         async with lists(fn, max_batch_size=size, in_flight=3) as batcher:
+            batches = batcher._service.batches
+            until_alone = batches._alone
+
+            async def alone(batch):
+                nonlocal waited
+                waited = True
+                await until_alone(batch)
+
+            batches._alone = alone
             calls = await together(batcher, *range(5 * size))
             assert not calls.errors
             assert calls.results == {i: i for i in range(5 * size)}
-            assert not batcher._service.batches.short
+            assert not batches.short
 
     run(main)
-    assert failed  # it did not fit at once
+    assert waited
 
 
 def test_a_call_that_does_not_fit_alone_fails_also_beside_others(run):

@@ -16,6 +16,7 @@ import torch
 
 from .._engine import SLOT_BYTES, Engine, find_engine
 from .._operation import Operation
+from .._reactor import Point
 from .._run_sync import run_sync
 from ..drivers.base import Event, Stream
 from ..transfers.api import to_device, to_host
@@ -70,6 +71,14 @@ class Load:
         self._landed = landed
         self._batch: Any = None
         self._collated = False
+
+    def __del__(self) -> None:
+        # A loop that was closed in the middle of everything has never heard of what was submitted: ``landed``
+        # takes the event when it watches it. The slot goes back with the last reference, so somebody else
+        # must keep it until the device is done.
+        if self.event is not None and self.shuttle is not None:
+            engine = self._pipeline.engine
+            engine.notifier.adopt([Point(engine, self.event, None, (self.shuttle.keep, self.output))])
 
     @property
     def ready(self) -> bool:
