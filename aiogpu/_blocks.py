@@ -96,7 +96,7 @@ class stream:
             driver.order(self._stream, self._before)
         except BaseException as error:
             self._release(None)
-            raise engine.blame(error) from None
+            engine.rethrow(error)
         self._saved = driver.swap(self._stream.raw)
         return self._stream.native
 
@@ -136,7 +136,7 @@ class stream:
                 tail = self._task.runtime.watch(self._engine, self._stream, event)
         except BaseException as raised:
             if error is None:
-                raise self._engine.blame(raised) from None
+                self._engine.rethrow(raised)
         finally:
             self._release(tail)
 

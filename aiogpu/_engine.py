@@ -13,11 +13,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ._errors import DeviceError, DeviceLostError
+from ._errors import DeviceError, DeviceLostError, fresh
 from ._notifier import Notifier, PosixSignal, ThreadSignal
 from ._streams import StreamPool
 from ._workers import StagingThreads, WorkerPool
@@ -148,16 +148,16 @@ class Engine:
     def check(self) -> None:
         """Fail fast once the device is lost."""
         if self.lost is not None:
-            raise DeviceLostError(*self.lost.args) from self.lost.__cause__
+            raise fresh(self.lost)
 
     def fault(self, cause: BaseException, oldest: Sequence[str] = ()) -> BaseException:
         """The error that waiters get for ``cause``, which the device reported.
 
         The first sticky one marks the device as lost and wakes every loop, so that it reaches all
-        pending waits at once.
+        pending waits at once. Each caller gets a copy: whoever raises one writes to it.
         """
         if self.lost is not None:
-            return self.lost
+            return fresh(self.lost)
         if isinstance(cause, DeviceError | torch.OutOfMemoryError):
             return cause
         pending = "; oldest pending operations: " + ", ".join(oldest) if oldest else ""
@@ -168,20 +168,26 @@ class Engine:
             )
             error.__cause__ = cause
             return error
-        self.lost = DeviceLostError(
+        lost = DeviceLostError(
             f"{self.device} is lost: {_first_line(cause)}. Work that was submitted earlier than what "
             f"raises here may be the cause{pending}. No call on this device can succeed any more: "
             "restart the process. To find the kernel, run with CUDA_LAUNCH_BLOCKING=1."
         )
-        self.lost.__cause__ = cause
+        lost.__cause__ = cause
+        self.lost = lost  # complete: other threads read it without a lock
         self.signal.post()
-        return self.lost
+        return fresh(lost)
 
     def blame(self, error: BaseException) -> BaseException:
         """What a failed *submission* means: the device's fault, or the submission's own."""
         if self.lost is not None or self.driver.lost(error):
             return self.fault(error)
         return error
+
+    def rethrow(self, error: BaseException) -> NoReturn:
+        """Raise what a failed submission means; its cause stays the device's own error."""
+        blamed = self.blame(error)
+        raise blamed from blamed.__cause__
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else "ready"

@@ -58,7 +58,7 @@ class Handoff(Generic[T]):
             try:
                 self._mark(engine, above if above is not None and above.engine is engine else None)
             except Exception as error:
-                raise engine.blame(error) from None
+                engine.rethrow(error)
 
     def _mark(self, engine: Engine, above: Task | None) -> None:
         driver = engine.driver
@@ -91,7 +91,7 @@ class Handoff(Generic[T]):
                     try:
                         driver.wait(here, event)
                     except Exception as error:
-                        raise point.engine.blame(error) from None
+                        point.engine.rethrow(error)
         for driver, tensors in self._at_home():
             here = driver.current()
             if not (driver.legacy_orders and driver.is_default(here)):

@@ -361,7 +361,7 @@ class Operation(Generic[T]):
             try:
                 driver.wait(here, event)
             except Exception as error:
-                raise point.engine.blame(error) from None
+                point.engine.rethrow(error)
         owner = self._owner
         if owner is not None and self._lease is not None and here.raw == self._lease.raw:
             # Its task's own stream goes on after it, and so does the task's end: on the device, with

@@ -87,7 +87,7 @@ def _reach(runtime: Runtime, engine: Engine, stream: Stream | None = None) -> Aw
     try:
         event = driver.record(stream)
     except Exception as error:
-        raise engine.fault(error) from error.__cause__
+        engine.rethrow(error)
     waiter = door.waiter()
     reactor.watch(engine, stream, event, None, None, waiter)
     return door.park(waiter)
@@ -109,7 +109,7 @@ async def _event(runtime: Runtime, event: torch.cuda.Event) -> None:
         ours = engine.driver.record(lease.stream)
         point = runtime.reactor.watch(engine, lease.stream, ours, waiter=waiter)
     except Exception as error:
-        raise engine.fault(error) from error.__cause__
+        engine.rethrow(error)
     finally:
         lease.release(point)
     await door.park(waiter)

@@ -164,7 +164,7 @@ class Task:
         except BaseException as error:
             self.engine.leaked.append(keep)
             self.lease.release(None)
-            raise self.engine.blame(error) from None
+            self.engine.rethrow(error)
         if waiter is None and self.driver.eager and self._is_done(event):
             point = Point(self.engine, event, None, keep)
             point.finish(None)  # a turn of the loop, and of the reactor, less

@@ -125,6 +125,27 @@ def test_a_sticky_fault_reaches_every_loop(run, vd, until, blocking_until):
     assert all(when - begin < 2 for _, _, when in ends)
 
 
+def test_calls_that_meet_the_fault_themselves_leave_the_cause_to_all_others(run, vd):
+    """Submissions in many threads may meet it before and after the first of them has told: each raises."""
+
+    async def main():
+        operation = aiogpu.to_device(torch.ones(1))
+        engine = engine_of(vd)
+        vd.fault(VirtualFault("the first cause"))
+        with pytest.raises(aiogpu.DeviceLostError) as waited:
+            await operation
+        for _ in range(2):
+            with pytest.raises(aiogpu.DeviceLostError) as met:
+                engine.rethrow(RuntimeError("a submission that meets it"))
+            assert "the first cause" in str(met.value.__cause__)
+            with pytest.raises(aiogpu.DeviceLostError) as later:
+                await aiogpu.synchronize()
+            assert "the first cause" in str(later.value.__cause__)
+        assert "the first cause" in str(waited.value.__cause__)
+
+    run(main)
+
+
 def test_after_a_fault_every_call_fails_at_once(run, vd):
     """C68: and carries the first cause."""
 

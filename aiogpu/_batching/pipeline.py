@@ -118,7 +118,7 @@ class Load:
                 self.event = engine.driver.record(self.stream)
             except BaseException as error:  # nobody can tell any more when the device is done
                 engine.leaked.append(self.shuttle)
-                raise engine.blame(error) from None
+                engine.rethrow(error)
 
     def _follow_others(self, engine: Engine, stream: Stream) -> None:
         """The end on ``stream`` is the end on other devices that the output is on, too."""

@@ -32,7 +32,7 @@ class _Mark:
         try:
             event = driver.record(stream)
         except Exception as error:
-            raise engine.blame(error) from error.__cause__
+            engine.rethrow(error)
         runtime = current_runtime()
         self._door = runtime.reactor.door
         self.point = runtime.watch(engine, stream, event, self._done)

@@ -57,6 +57,7 @@ def test_items_on_the_device_are_read_behind_their_callers_streams(run: Loop, sl
     run(main)
 
 
+@pytest.mark.timing
 @asynchronous
 def test_results_are_read_behind_the_batch_and_nobody_waits_on_the_host(run: Loop, slow: Slow) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -147,6 +148,7 @@ def test_small_batches_whose_slots_are_used_again_and_again_are_right(
     run(main)
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_the_upload_of_the_next_batch_runs_beside_the_computation_of_this_one(run: Loop, slow: Slow) -> None:
@@ -201,6 +203,7 @@ def test_500_random_cancellations_leave_the_others_results_right(run: Loop) -> N
     run(main)
 
 
+@pytest.mark.timing
 @unsanitized
 def test_the_loop_stays_free(run: Loop) -> None:
     """C43: large items and a function that launches for long."""

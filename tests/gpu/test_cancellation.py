@@ -20,6 +20,7 @@ KIB, MIB = 1 << 10, 1 << 20
 BASE = pattern(9 * MIB, 70)
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 @pytest.mark.parametrize("kind", ["to_host", "small to_host", "to_device", "copy_", "synchronize", "task"])

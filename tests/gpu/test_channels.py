@@ -57,6 +57,7 @@ def test_a_receiver_reads_what_its_sender_wrote(run: Loop, slow: Slow, max_items
     run(main)
 
 
+@pytest.mark.timing
 @asynchronous
 @no_race_detector
 def test_neither_end_waits_for_the_device(run: Loop, slow: Slow) -> None:
@@ -160,6 +161,7 @@ def test_after_a_break_the_stream_comes_back(run: Loop, slow: Slow, engine: Engi
     run(main)
 
 
+@no_race_detector
 def test_during_a_capture_both_refuse_and_the_capture_stays_valid(run: Loop) -> None:
     @aiogpu.task
     async def numbers() -> AsyncIterator[torch.Tensor]:

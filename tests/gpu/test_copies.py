@@ -417,6 +417,7 @@ def test_ten_thousand_small_tensors_are_exact_both_ways(run_asyncio: Loop, slow:
     run_asyncio(main)
 
 
+@pytest.mark.timing
 @unsanitized
 def test_ten_thousand_small_tensors_are_faster_than_a_loop(run_asyncio: Loop) -> None:
     """The promise is 5 x, measured in benchmarks; this only sees that packing works at all."""

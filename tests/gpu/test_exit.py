@@ -10,7 +10,7 @@ import pytest
 
 from ._tools import ON_GPU, Together, command, environment, needs_linux, succeeds
 
-pytestmark = [*ON_GPU, needs_linux, pytest.mark.timeout(90)]
+pytestmark = [*ON_GPU, needs_linux, pytest.mark.timing, pytest.mark.timeout(90)]
 
 ENDS = """
 kind = {kind!r}

@@ -148,6 +148,7 @@ def test_an_operation_can_be_awaited_from_another_threads_loop(slow: Slow) -> No
     asyncio.run(main())
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_waiting_for_long_kernels_costs_next_to_no_cpu(run: Loop, slow: Slow) -> None:

@@ -85,6 +85,7 @@ async def map_extremes(results: Any) -> Any:
 # -- overlap -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_upload_compute_and_download_overlap(run_asyncio: Loop, slow: Slow) -> None:
@@ -121,6 +122,7 @@ def test_upload_compute_and_download_overlap(run_asyncio: Loop, slow: Slow) -> N
     assert ratio < 2.0, f"{ratio:.2f} T per batch"
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_pageable_batches_are_uploaded_beside_the_compute(run_asyncio: Loop, slow: Slow) -> None:
@@ -149,6 +151,7 @@ def test_pageable_batches_are_uploaded_beside_the_compute(run_asyncio: Loop, slo
 # -- bounds --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @asynchronous
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_launching_never_blocks_and_the_loop_stays_free(

@@ -17,7 +17,7 @@ from aiogpu._engine import Engine
 from ._tools import ON_GPU, Slow, asynchronous, filled, heartbeat, same_bytes, unsanitized
 from .conftest import Loop
 
-pytestmark = ON_GPU
+pytestmark = [*ON_GPU, pytest.mark.timing]
 
 MIB = 1 << 20
 LARGE = 256 * MIB

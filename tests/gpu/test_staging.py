@@ -92,6 +92,7 @@ def test_trimming_and_reserving_again_keep_transfers_exact(run_asyncio: Loop) ->
     run_asyncio(main)
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_reserving_staging_memory_hardly_delays_launches(run_asyncio: Loop, engine: Engine) -> None:

@@ -237,6 +237,7 @@ def test_an_undecorated_coroutine_reads_a_tasks_data_right(run: Loop, slow: Slow
 # -- overlap ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @asynchronous
 @unsanitized
 def test_two_kernels_of_50_ms_in_two_tasks_take_50_ms(run: Loop, slow: Slow) -> None:
