@@ -59,11 +59,12 @@ class Scale:
     long: float  # of the two that look for what only time shows
     limit: float  # of all
     #: Layers, width, tokens. Deep and narrow, so that one request is a matter of launches and leaves the
-    #: device idle, and heavy enough that the device, not Python's HTTP, is what saturates.
+    #: device idle, and heavy enough that the device, not Python's HTTP, is what saturates, also when three
+    #: times as much is offered: a process of uvicorn answers some 1500 requests a second here.
     model: tuple[int, int, int]
 
 
-FULL = Scale(256, seconds=2.5, warm=0.4, calm=5.0, long=60.0, limit=270, model=(48, 512, 128))
+FULL = Scale(256, seconds=2.5, warm=0.4, calm=5.0, long=60.0, limit=300, model=(48, 512, 256))
 QUICK_GPU = Scale(128, seconds=1.0, warm=0.3, calm=2.0, long=4.0, limit=90, model=FULL.model)
 # Small enough for two cores that do everything: no verdict means anything there.
 QUICK = Scale(32, seconds=1.0, warm=0.3, calm=1.5, long=2.5, limit=90, model=(2, 64, 16))
@@ -222,23 +223,28 @@ class Questions:
             yield Row("throughput against LitServe", OURS, self.peak / self.rates[BATCHING], "×")
 
     async def half(self) -> Rows:
-        """Each at half of its own saturation: where a service should run."""
+        """Where a service should run: each at half of its own saturation, and ours under the same load."""
         question = "p99 at half of saturation"
         outcomes: dict[str, Outcome] = {}
+        beside: dict[str, Outcome] = {}
         for name, rate in self.rates.items():
+            # A percentile needs its hundred requests, more or less.
+            seconds = self.scale.seconds if rate / 2 * self.scale.seconds > 100 else self.scale.calm
             try:
-                outcome = (await self.ask(name, self.scale.seconds, rate=rate / 2)).outcome
+                outcomes[name] = (await self.ask(name, seconds, rate=rate / 2)).outcome
+                if name not in (OURS, PLAIN):
+                    beside[name] = (await self.ask(OURS, seconds, rate=rate / 2)).outcome
             except Exception as error:
                 yield failed(question, error, name)
                 continue
-            outcomes[name] = outcome
+            outcome = outcomes[name]
             detail = {"requests/s": rate / 2, "p50 ms": ms(outcome, 50)} | trouble(outcome)
             yield Row(question, name, ms(outcome, 99), "ms", detail=detail)
         draw(outcomes)
-        theirs = {name: ms(outcome, 99) for name, outcome in outcomes.items() if name not in (OURS, PLAIN)}
-        best = min(theirs, key=lambda name: theirs[name])
-        mine = ms(outcomes[OURS], 99)
-        yield at_most("p99 at half of saturation against each", OURS, mine, "ms", theirs[best], best=best)
+        for name, mine in beside.items():
+            detail = {"requests/s": self.rates[name] / 2, "p50 ms": ms(mine, 50)} | trouble(mine)
+            theirs = ms(outcomes[name], 99)
+            yield at_most(f"p99 under that load, {name}'s", OURS, ms(mine, 99), "ms", theirs, **detail)
 
     async def idle(self) -> Rows:
         """One client, nobody else. All ways in turns, so that they see the same machine."""

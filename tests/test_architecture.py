@@ -35,6 +35,7 @@ LEVELS = [
     ["_batching.computing"],
     ["_batching.pipeline"],
     ["_batching.deadlines", "_batching.lane", "_batching.shuttle", "_batching.waiting"],
+    ["_batching.handing"],
     ["_batching.collate", "_batching.entry", "_batching.forecast", "_batching.observing", "_batching.sizes"],
     ["_prefetch", "_pipelines"],
     ["_flow.outlet"],

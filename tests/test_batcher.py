@@ -21,7 +21,7 @@ import torch
 from _batches import Box, Clock, Held, HeldInThread, calling, lists, ones
 
 import aiogpu
-from aiogpu._batching import pipeline
+from aiogpu._batching import handing, pipeline
 
 # -- when a batch starts ---------------------------------------------------------------------------
 
@@ -74,6 +74,99 @@ def test_while_batches_are_under_way_the_next_one_fills(run, until):
         return held.batches
 
     assert run(main) == [["a"], ["b"], ["c", "d", "e"]]
+
+
+def taking(seconds: float, batcher: aiogpu.Batcher) -> None:
+    """Let the batcher believe that a batch takes so long."""
+    assert batcher._service is not None
+    batcher._service.batches.forecast.typical = seconds
+
+
+def test_a_batch_that_is_not_full_is_put_together_when_the_one_before_is_nearly_done(run, until, monkeypatch):
+    """Earlier it would gain nothing, and whoever calls meanwhile would miss it."""
+
+    async def main():
+        held, clock = HeldInThread(), Clock(monkeypatch)
+        async with calling(lists(held, max_batch_size=8, in_flight=2)) as calls:
+            try:
+                taking(1000, calls.batcher)
+                await calls.started("a")
+                await until(lambda: held.batches == [["a"]])
+                await calls.started("b", "c")
+                await anyio.wait_all_tasks_blocked()
+                assert calls.batcher.stats().running == 1
+                clock.advance(calls.batcher, 800)
+                await calls.started("d")
+                await anyio.wait_all_tasks_blocked()
+                assert calls.batcher.stats().running == 1
+                clock.advance(calls.batcher, 100)
+                await until(lambda: calls.batcher.stats().running == 2)
+            finally:
+                held.go.set()
+        return held.batches
+
+    assert run(main) == [["a"], ["b", "c", "d"]]
+
+
+def test_it_is_put_together_by_the_clock_without_another_call(run, until):
+    async def main():
+        held = HeldInThread()
+        async with calling(lists(held, max_batch_size=8, in_flight=2)) as calls:
+            try:
+                taking(0.05, calls.batcher)
+                await calls.started("a")
+                await until(lambda: held.batches == [["a"]])
+                await calls.started("b")
+                await until(lambda: calls.batcher.stats().running == 2)
+            finally:
+                held.go.set()
+        return held.batches
+
+    assert run(main) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("how", ["full", "costs enough", "the end", "the one before is done"])
+def test_nothing_is_held_back_for_longer_than_it_can_grow(run, until, how):
+    async def main():
+        held = HeldInThread()
+        settings = {"cost": lambda item: 5, "max_cost": 10} if how == "costs enough" else {}
+        async with contextlib.AsyncExitStack() as stack:
+            async with calling(lists(held, max_batch_size=3, in_flight=2, **settings)) as calls:
+                try:
+                    taking(1000, calls.batcher)
+                    await calls.started("a")
+                    await until(lambda: held.batches == [["a"]])
+                    await calls.started("b", "c")
+                    if how == "full":
+                        await calls.started("d")
+                    if how == "the end":
+                        stack.callback(held.go.set)
+                        calls.group.start_soon(calls.batcher.__aexit__, None, None, None)
+                    if how == "the one before is done":
+                        held.go.set()
+                    else:
+                        await until(lambda: calls.batcher.stats().running == 2)
+                finally:
+                    held.go.set()
+        return len(held.batches), calls.results
+
+    batches, results = run(main)
+    assert batches == 2
+    assert sorted(results) == (["a", "b", "c", "d"] if how == "full" else ["a", "b", "c"])
+
+
+def test_an_asynchronous_function_orders_its_own_batches_and_none_is_held_back(run, until):
+    async def main():
+        held = Held()
+        async with calling(lists(held, max_batch_size=8, in_flight=2)) as calls:
+            taking(1000, calls.batcher)
+            await calls.started("a")
+            await until(lambda: len(held.batches) == 1)
+            await calls.started("b")
+            await until(lambda: len(held.batches) == 2)
+            held.let_go()
+
+    run(main)
 
 
 def test_a_full_batch_does_not_wait_for_max_delay(run):
@@ -305,6 +398,69 @@ def test_a_function_that_cancels_its_own_task_hurts_no_later_batch(run_asyncio, 
 
     run_asyncio(main)
     assert seen == [0] * 12
+
+
+# -- results do not keep the loop ------------------------------------------------------------------
+
+
+def test_the_loop_has_its_turns_between_the_callers_of_a_large_batch(run, monkeypatch):
+    """A portion of 16 at first, then as many as fit into 2 ms: 4 at least, where each needs a millisecond."""
+    clock = [0.0]
+    monkeypatch.setattr(handing, "perf_counter", lambda: clock[0])
+
+    async def main():
+        turns, woken = [0], []
+
+        async def tick() -> None:
+            while len(woken) < 64:
+                turns[0] += 1
+                await anyio.lowlevel.checkpoint()
+
+        async def call(batcher) -> None:
+            await batcher(torch.ones(2))
+            clock[0] += 0.001
+            woken.append(turns[0])
+
+        async with aiogpu.Batcher(torch.sin, max_batch_size=64, max_queue_per_client=64) as batcher:
+            async with anyio.create_task_group() as group:
+                for _ in range(64):
+                    group.start_soon(call, batcher)
+                group.start_soon(tick)
+            assert batcher.stats().batches == 1
+        return [woken.count(turn) for turn in sorted(set(woken))]
+
+    portions = run(main)
+    assert sum(portions) == 64
+    assert len(portions) >= 4
+    assert max(portions) <= 24, "two portions at most between two turns of somebody else"
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled"])
+def test_whoever_has_a_result_gets_it_although_the_batcher_is_being_left(run, monkeypatch, how):
+    """While the results of a large batch are handed out, in portions of 16, 8, and then 4."""
+    seen = []
+    monkeypatch.setattr(handing, "perf_counter", lambda: 0.01 * len(seen))
+
+    async def main():
+        async def call(batcher) -> None:
+            seen.append(float((await batcher(torch.ones(2))).sum()))
+            if len(seen) == 1 and how == "cancelled":
+                scope.cancel()  # of the batcher's task, when the first portion has gone out
+
+        batcher = aiogpu.Batcher(lambda x: x * 2, max_batch_size=64, max_queue_per_client=64)
+        async with anyio.create_task_group() as group:
+            with anyio.CancelScope() as scope:
+                async with batcher:
+                    for _ in range(64):
+                        group.start_soon(call, batcher)
+                    while batcher.stats().calls < 64:
+                        await anyio.lowlevel.checkpoint()
+                    if how == "cancelled":
+                        await anyio.sleep_forever()
+                assert len(seen) > 48, "the block was left before the results were handed out"
+
+    run(main)
+    assert seen == [4.0] * 64
 
 
 # -- what goes in and out --------------------------------------------------------------------------

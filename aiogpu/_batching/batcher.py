@@ -53,11 +53,12 @@ class Batcher:
             ...
             y = await batcher(x)                    # in each request; x of shape (3, 224, 224), y of (1000,)
 
-    A batch starts as soon as fewer than ``in_flight`` batches are under way: a lone call does not wait, and
-    under load batches fill themselves. Items are stacked along a new first dimension, leaf by leaf (items
-    of different structure, shape or dtype go into different batches), and uploaded once; the output's
-    tensors are cut along their first dimension. **Results are views of the batch's output**: whoever keeps
-    one keeps the memory of all; ``clone()`` what is to stay. ``fn`` is called under ``torch.no_grad()``.
+    A batch starts as soon as the device would idle, or is full: a lone call does not wait, and under load
+    batches fill while the one before is computed. Items are stacked along a new first dimension, leaf by
+    leaf (items of different structure, shape or dtype go into different batches), and uploaded once; the
+    output's tensors are cut along their first dimension. **Results are views of the batch's output**:
+    whoever keeps one keeps the memory of all; ``clone()`` what is to stay. ``fn`` is called under
+    ``torch.no_grad()``.
 
     A result is ordered behind the batch on the caller's stream, and nobody waits on the host for the
     device; a caller outside of any task gets a finished one. A caller that is cancelled, or out of time,
@@ -89,7 +90,8 @@ class Batcher:
         Preferred batch sizes, such as ``(1, 2, 4, 8)``, the last one ``max_batch_size``. A batch is padded up
         to the next of them with copies of its last item, whose results are dropped.
     in_flight:
-        Batches under way at once: the copies of one run beside the computation of another.
+        Batches under way at once, at most: the copies of one run beside the computation of another. One that
+        is not full is put together shortly before the one in front of it should be done.
     isolate:
         When a batch fails, compute its halves again, and theirs, until the bad item is alone and only its
         caller gets the error. One bad item among n costs about 2·log2(n) more calls of ``fn``, n bad ones

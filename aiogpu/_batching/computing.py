@@ -1,8 +1,8 @@
 """Batches under way: each until all its calls have had their outcome, whatever fails.
 
-Law of this file: a batch's calls get their results on the loop's thread, in the very callback that learns of
-them; of a failure each has an error of its own. What failed is computed again only where that can help: in
-halves when memory ran out, alone when others had the memory, in halves again to find the bad item.
+Law of this file: a batch's results are handed out on the loop's thread, from the very callback that learns
+of them; of a failure each call has an error of its own. What failed is computed again only where that can
+help: in halves when memory ran out, alone when others had the memory, in halves again to find the bad item.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .._runtime import Runtime
 from .._tasks import current_task
 from .entry import Entry, State
 from .forecast import Forecast
+from .handing import HandingOut
 from .lane import UserError, without_grad
 from .observing import BatchEnded, Observer, observers, tell
 from .pipeline import Load, Pipeline
@@ -63,6 +64,7 @@ class Batches:
         self.observers = own_observers
         self.isolate = isolate
         self.forecast = Forecast()
+        self.handing = HandingOut(self.door)
         #: Nothing is computed a second time any more.
         self.closed = False
         #: Batches that have started and are not over. Their number is what ``in_flight`` bounds.
@@ -243,7 +245,6 @@ class _WayOut:
     def _hand_out(
         self, load: Load, handing: Callable[[Any], Handoff[Any] | None], *, everybody: bool
     ) -> None:
-        door = self._batches.door
         if load.fill is not None:
             with without_grad():
                 load.fill()
@@ -256,9 +257,13 @@ class _WayOut:
         # Cut from the output, they are parts of one.
         shared = handing(load.output) if pipeline.split is None else None
         assert load.results is not None
-        for entry, result in zip(self._part, load.results, strict=False):  # padded ones come last
-            if (everybody or entry.follows) and entry.state is State.RUNNING:
-                entry.succeed(door, result, shared if pipeline.split is None else handing(result))
+        self._batches.handing.give(
+            [
+                (entry, result, shared if pipeline.split is None else handing(result))
+                for entry, result in zip(self._part, load.results, strict=False)  # padded ones come last
+                if (everybody or entry.follows) and entry.state is State.RUNNING
+            ]
+        )
 
 
 def _follow_parent() -> None:

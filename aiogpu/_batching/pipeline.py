@@ -9,6 +9,7 @@ results, which is one, and, once the function has been called, the upload of wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import anyio
@@ -156,6 +157,8 @@ class Pipeline:
         self.collate = collate
         self.split = split
         self.download = download and not engine.driver.eager
+        #: Seconds that it took lately to collate a batch and to upload it, where that is not done in one go.
+        self.collating = 0.0
         # Of our own, so that users' calls of run_sync cannot hold up batches.
         self.limiter = anyio.CapacityLimiter(threads)
 
@@ -165,7 +168,9 @@ class Pipeline:
         Raises ``UserError`` for what users' functions raise.
         """
         if not self._goes_at_once(load):
+            start = perf_counter()
             load.collated(await self._collate(load))
+            self.collating = max(perf_counter() - start, 0.8 * self.collating)
         await self.lane.carry_out(load)
         if load.ready:
             return

@@ -32,6 +32,11 @@ __all__ = ["Phase", "Service"]
 log = logging.getLogger("aiogpu")
 
 
+#: Seconds, at least, by which a batch is started before the one in front of it should be done, besides what
+#: collating takes; an eighth of what a batch takes, where that is more, for they do not all take the same.
+_LEAD = 0.002
+
+
 class Phase(enum.Enum):
     OPEN = "open"
     DRAINING = "draining"  # no new calls; those that wait are computed
@@ -57,6 +62,7 @@ class Service:
         self.name = name
         self.queue = queue
         self.batches = batches
+        batches.handing.emptied = self._tell_if_empty
         self.engine = batches.engine
         self.door = batches.door
         self.max_delay = max_delay
@@ -77,6 +83,8 @@ class Service:
         # server can be computed by one task, on one stream. What an asynchronous one leaves behind in its
         # task must not reach the next batch.
         own_task = batches.pipeline.lane.is_async
+        # What users wait for by themselves (``max_delay``), or order by themselves, is left to them.
+        self._binds_late = max_delay is None and not own_task
         self._compute: Callable[[Batch], Coroutine[Any, Any, bool]] = (
             on_stream(batches.compute) if own_task else batches.compute
         )
@@ -138,7 +146,7 @@ class Service:
 
         In the next iteration of the loop: calls that are made in one shall be in one batch.
         """
-        if self._looking or not self.queue or len(self.batches.running) >= self.places or self.door.closed:
+        if self._looking or self.door.closed or not self._may_start():
             return
         if self._idle:
             self._looking = True
@@ -192,7 +200,7 @@ class Service:
         self._looking = False
         batch = None
         try:
-            if self.queue and len(self.batches.running) < self.places:
+            if self._may_start():
                 batch = self._due(perf_counter())
         except Exception as error:  # a mistake of ours: whoever waits shall not wait for ever
             log.exception("aiogpu: %s could not start a batch", self.name)
@@ -203,6 +211,29 @@ class Service:
         else:
             self._tell_if_empty()
         return batch
+
+    def _may_start(self) -> bool:
+        """Is it time for one more batch, if there is one?
+
+        One that is not full is put together as late as that does no harm. Until the device is nearly done
+        with what it has, starting it would gain nothing, and whoever calls meanwhile would miss it: wait for
+        the rest of this batch, all of that one, and then his own.
+        """
+        queue, running = self.queue, len(self.batches.running)
+        if not queue or running >= self.places:
+            return False
+        if not (running and self._binds_late and self.phase is Phase.OPEN):
+            return True
+        if len(queue) >= self.batches.sizes.limit or queue.cost >= queue.max_cost:
+            return True
+        forecast = self.batches.forecast
+        now = perf_counter()
+        first = min(batch.start for batch in self.batches.running)
+        lead = max(_LEAD, forecast.typical / 8) + self.batches.pipeline.collating
+        left = forecast.wait(running, 0, forecast.elapsed(first, now)) - lead
+        if left > 0.0:
+            self._wake_at(now + left)
+        return left <= 0.0
 
     def _due(self, now: float) -> Batch | None:
         delay = self.max_delay if self.phase is Phase.OPEN else None
@@ -284,8 +315,12 @@ class Service:
     # -- ends --------------------------------------------------------------------------------------
 
     def _tell_if_empty(self) -> None:
-        if self._empty is not None and not self.queue and not self.batches.running:
+        if self._empty is not None and not self._at_work:
             self.door.settle(self._empty, None)
+
+    @property
+    def _at_work(self) -> bool:
+        return bool(self.queue or self.batches.running or self.batches.handing)
 
     def closed_error(self) -> ClosedError:
         """For calls that come too late."""
@@ -296,7 +331,7 @@ class Service:
         if self.phase is Phase.OPEN:
             self.phase = Phase.DRAINING
         self.kick()
-        if self.queue or self.batches.running:
+        if self._at_work:
             self._empty = self.door.waiter()
             await self.door.park(self._empty)
 
