@@ -80,10 +80,11 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def programs(request: pytest.FixtureRequest, cycles: float) -> Together:
-    # A fault has to strike while the other kernels of its process run: processes that share the device
-    # take turns on it, and the faulting kernel could come last.
-    alone = request.module.__name__.endswith("test_faults")
-    return Together(cycles, at_once=1 if alone else 12)
+    # Processes that share the device take turns on it, and each one's kernels last as long as all of them.
+    # A fault has to strike while the other kernels of its process run, and could come last; an end within
+    # five seconds has to wait for them.
+    few = {"test_faults": 1, "test_exit": 4}
+    return Together(cycles, at_once=few.get(request.module.__name__.rpartition(".")[2], 12))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ kind = {kind!r}
 async def starts():
     x = torch.ones(300_000, device="cuda")
     await aiogpu.synchronize()
-    slow(1500)
+    slow(700)
     operations.extend(aiogpu.to_host(x if i % 2 else x[:10]) for i in range(10))
     await asyncio.sleep(0.05)
 
@@ -45,7 +45,7 @@ RUNS = 8
 def test_a_process_with_operations_in_flight_ends_in_time_and_good_order(
     kind: str, programs: Together
 ) -> None:
-    """C73: 10 operations and 1.5 s of work in flight; the code that was asked for, no signal, within 5 s."""
+    """C73: 10 operations and 0.7 s of work in flight; the code that was asked for, no signal, within 5 s."""
     for number in range(RUNS):
         each = programs[f"{kind} {number}"]
         assert each.code == CODES[kind], f"run {number}: expected exit code {CODES[kind]}\n{each}"
