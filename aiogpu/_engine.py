@@ -41,8 +41,8 @@ _SLOTS = 128
 CHUNK_BYTES = 8 * 1024 * 1024
 
 #: Threads that copy one transfer at the same time, and what part of the cores that is at most: with more of
-#: them each gets the GIL later (H200, 16 cores, 1 GB: 34 GB/s with 6, 40 with 8, 41 with 10, 44 with 12, 39
-#: with 14; up to 256 MB no difference).
+#: them each gets the GIL, and a chunk, later (H200, 16 cores, 64 MB/256 MB/1 GB: 17/31/45 GB/s with
+#: 10, 16/29/42 with 12, 15/28/35 with 14).
 _COPY_THREADS, _OF_CORES = 10, 5 / 8
 #: Transfers carried out at once, of either kind (short, long). They wait most of the time.
 _STAGING_THREADS = 64

@@ -77,7 +77,7 @@ LEVELS = [
     ["transfers.strangers", "transfers.reach"],
     ["transfers.alike", "transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],
-    ["transfers.segments", "transfers.release"],
+    ["transfers.segments", "transfers.release", "transfers.submitting"],
     ["transfers.layout", "transfers.hostcopy", "drivers.hostmem", "drivers.host_allocator"],
 ]
 #: Packages whose front door holds nothing.

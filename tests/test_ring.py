@@ -31,8 +31,9 @@ from aiogpu.transfers.hostcopy import clear, move
 from aiogpu.transfers.layout import flat, pairs, same_order
 from aiogpu.transfers.pinned import StagingMemory
 from aiogpu.transfers.ring import Ring
-from aiogpu.transfers.segments import Rows, Views, segment_bytes
+from aiogpu.transfers.segments import Cutter, Rows, Views, segment_bytes
 from aiogpu.transfers.staging import Lane
+from aiogpu.transfers.submitting import Submissions
 
 MIB = 2**20
 
@@ -190,12 +191,88 @@ def test_copy_threads_run_without_grad(crew):
 def test_torchs_thread_settings_do_not_count_and_are_not_changed(crew):
     """Servers set them to 1; they belong to the whole process."""
     before = torch.get_num_threads()
-    rows = Rows(torch.ones(MIB), torch.empty(MIB), 4096)
-    chunk = [torch.empty(4096, dtype=torch.uint8) for _ in range(rows.count)]
+    rows = Rows(torch.ones(MIB), torch.empty(MIB), Cutter(4 * MIB, 4096, 4))
+    chunk = [rows.row(i, torch.empty(4096, dtype=torch.uint8)) for i in range(rows.count)]
     crew.run(rows.count, lambda i: rows.fill(i, chunk[i]))
     seen: list[int] = []
     in_thread(lambda: seen.append(torch.get_num_threads())).join()
     assert [torch.get_num_threads(), *seen] == [before, before]
+
+
+# -- submissions -------------------------------------------------------------------------------------
+
+
+def test_what_comes_while_a_thread_submits_is_submitted_by_it_in_one_go():
+    box: Submissions[int] = Submissions()
+    begun, go = threading.Event(), threading.Event()
+    calls: list[tuple[int, list[int]]] = []
+
+    def submit(items):
+        calls.append((threading.get_ident(), items))
+        begun.set()
+        assert go.wait(10)
+
+    first = in_thread(box.add, 0, submit, pytest.fail)
+    assert begun.wait(10)
+    others = [in_thread(box.add, number, submit, pytest.fail) for number in (1, 2, 3)]
+    for each in others:
+        each.join(10)
+        assert not each.is_alive(), "it waits for the thread that submits"
+    assert len(calls) == 1
+    go.set()
+    first.join(10)
+    (one, before), (same, after) = calls
+    assert one == same
+    assert before == [0]
+    assert sorted(after) == [1, 2, 3]
+
+
+def test_what_was_left_to_a_submission_that_fails_is_given_up_and_later_ones_are_made():
+    box: Submissions[int] = Submissions()
+    begun, go = threading.Event(), threading.Event()
+    given_up: list[int] = []
+    errors: list[str] = []
+
+    def fail(items):
+        begun.set()
+        assert go.wait(10)
+        raise RuntimeError(str(items))
+
+    def add():
+        try:
+            box.add(0, fail, given_up.extend)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    first = in_thread(add)
+    assert begun.wait(10)
+    box.add(1, pytest.fail, pytest.fail)
+    go.set()
+    first.join(10)
+    assert (errors, given_up) == (["[0]"], [1])
+    made: list[int] = []
+    box.add(2, made.extend, pytest.fail)
+    assert made == [2]
+
+
+def test_everything_is_submitted_once_and_by_the_time_that_all_calls_have_returned():
+    box: Submissions[int] = Submissions()
+    made: list[int] = []
+    submitting = threading.Lock()
+
+    def submit(items):
+        assert submitting.acquire(blocking=False), "two threads submit at once"
+        made.extend(items)
+        submitting.release()
+
+    def work(start):
+        for number in range(start, start + 500):
+            box.add(number, submit, pytest.fail)
+
+    threads = [in_thread(work, 500 * i) for i in range(6)]
+    for each in threads:
+        each.join(20)
+    assert sorted(made) == list(range(3000))
 
 
 # -- the order of memory -----------------------------------------------------------------------------
@@ -253,12 +330,34 @@ def test_segments_grow_with_the_transfer(nbytes, each):
     assert segment_bytes(nbytes * MIB, 8 * MIB) == each * MIB
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "count", "each"), [(2000, 2, 1024), (2049, 3, 704), (64, 1, 64), (1, 1, 1)]
+@given(
+    tensors=st.lists(st.integers(1, 2**31), min_size=1, max_size=8),
+    chunk=st.sampled_from([1024, 64, 192, 8 * MIB, 100]),
+    threads=st.integers(1, 16),
 )
-def test_segments_of_a_tensor_are_of_one_size(nbytes, count, each):
-    rows = Rows(torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8), 1024)
-    assert (rows.count, rows.there(0).numel()) == (count, each)
+def test_tensors_are_cut_into_whole_cache_lines_no_longer_than_a_chunk(tensors, chunk, threads):
+    tensors = [min(nbytes, 4096 * chunk) for nbytes in tensors]
+    cutter = Cutter(sum(tensors), chunk, threads)
+    for nbytes in tensors:
+        bounds = cutter.cut(nbytes)
+        assert (bounds[0], bounds[-1]) == (0, nbytes)
+        assert all(bound % 64 == 0 for bound in bounds[:-1])
+        sizes = [end - start for start, end in itertools.pairwise(bounds)]
+        assert all(0 < size <= max(64, chunk) for size in sizes)
+        assert all(size >= chunk // 8 // 64 * 64 for size in sizes[:-1]), "crumbs"
+
+
+def test_segments_shrink_towards_the_end_so_that_all_threads_are_done_at_once():
+    """For ten threads, in MiB: whole chunks, until each thread's share of what is left is less."""
+    bounds = Cutter(256 * MIB, 8 * MIB, 10).cut(256 * MIB)
+    sizes = [(end - start) / MIB for start, end in itertools.pairwise(bounds)]
+    assert sizes[:22] == [8.0] * 22
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    assert sizes[-2] == 4.0
+    assert 2.0 <= sizes[-1] < 6.0
+    assert len(sizes) < 42
+    short = Cutter(16 * MIB, 8 * MIB, 10).cut(16 * MIB)
+    assert [end - start for start, end in itertools.pairwise(short)] == [2 * MIB] * 8
 
 
 @settings(max_examples=100, deadline=None)
@@ -270,8 +369,12 @@ def test_segments_are_every_element_once_both_ways(host, nbytes, alike):
         return
     there = torch.zeros(host.shape, dtype=host.dtype)
     back = torch.zeros_like(host, memory_format=torch.contiguous_format)
-    kind = Rows if alike else Views
-    up, down = kind(host, there, nbytes), kind(back, there, nbytes)
+    up: Rows | Views
+    down: Rows | Views
+    if alike:
+        up, down = (Rows(each, there, Cutter(each.nbytes, nbytes, 3)) for each in (host, back))
+    else:
+        up, down = Views(host, there, nbytes), Views(back, there, nbytes)
     for index in random.sample(range(up.count), up.count):
         row = torch.full_like(up.there(index), 7)
         assert row.nbytes <= nbytes
@@ -350,7 +453,7 @@ class Rig:
 
     def fly(self, chunk: torch.Tensor, owner: object = "") -> Event:
         event = Event()
-        self.ring.fly(owner, event, chunk)
+        self.ring.fly(owner, event, [chunk])
         return event
 
     def close(self) -> None:

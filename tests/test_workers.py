@@ -60,7 +60,7 @@ def test_an_idle_thread_is_used_again(pool, blocking_until):
         done = threading.Event()
         pool.submit(done.set)
         assert done.wait(5)
-        blocking_until(lambda: pool._idle == 1)
+        blocking_until(lambda: len(pool._idle) == 1)
     assert len(names()) == 1
 
 

@@ -112,6 +112,11 @@ class Driver(abc.ABC):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Submit ``dst.copy_(src)`` to ``stream``; host memory must be page-locked and dense."""
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """:meth:`copy` of each ``(dst, src)``."""
+        for dst, src in pairs:
+            self.copy(dst, src, stream)
+
     @abc.abstractmethod
     def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """Page-locked host memory: a 1-D ``uint8`` tensor. May take long: worker threads only.

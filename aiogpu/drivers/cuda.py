@@ -18,6 +18,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -196,6 +197,19 @@ class CudaDriver(Driver):
                     dst.copy_(src, non_blocking=True)
             else:
                 dst.copy_(src, non_blocking=True)
+        finally:
+            self.restore(saved)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        if len(pairs) == 1:
+            self.copy(*pairs[0], stream)
+            return
+        inference = any(dst.is_inference() for dst, _ in pairs)
+        saved = self.swap(stream.raw)
+        try:
+            with torch.inference_mode() if inference else nullcontext():
+                # One call of torch's lets go of the GIL once; between devices it is a loop of copy_.
+                torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs], non_blocking=True)
         finally:
             self.restore(saved)
 

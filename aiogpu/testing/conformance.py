@@ -229,6 +229,23 @@ class DriverConformance(Ordering):
         source.zero_()
         assert on_device.cpu().sum() == 100
 
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_copies_that_are_submitted_together_are_all_made_in_their_order(
+        self, driver: Driver, inference: bool
+    ) -> None:
+        sources = [self.here(driver, torch.full((size,), size, dtype=torch.uint8)) for size in (8, 100)]
+        sources.append(self.here(driver, torch.full((10,), 0.5)))
+        with torch.inference_mode(inference):
+            targets = [torch.zeros_like(source, device=driver.device) for source in sources]
+        driver.synchronize_device()
+        stream = driver.open_stream("copy")
+        again = self.here(driver, torch.full((8,), 9, dtype=torch.uint8))
+        driver.copy_all([*zip(targets, sources, strict=True), (targets[0], again)], stream)
+        assert self.finished(driver, driver.record(stream))
+        sources[0] = again
+        for target, source in zip(targets, sources, strict=True):
+            assert torch.equal(target.cpu(), source)
+
     def test_inference_tensors_can_be_copied_to(self, driver: Driver) -> None:
         source = self.here(driver, torch.ones(8))
         with torch.inference_mode():

@@ -72,7 +72,7 @@ class Ring:
         self._lock = threading.RLock()
         self._free: list[torch.Tensor] = []
         #: What the device uses, until the event: of each owner in the order of its stream.
-        self._flights: dict[object, deque[tuple[Event, torch.Tensor]]] = {}
+        self._flights: dict[object, deque[tuple[Event, list[torch.Tensor]]]] = {}
         self._short: deque[_Ticket] = deque()
         self._long: deque[_Ticket] = deque()
         self._short_was_last = False
@@ -167,8 +167,7 @@ class Ring:
         missing = len(self._short) + len(self._long) + 1 - len(self._free)
         for owner, flights in tuple(self._flights.items()):
             while missing > 0 and flights and self._driver.query(flights[0][0]):
-                self._land(flights)
-                missing -= 1
+                missing -= self._land(flights)
             if not flights:
                 del self._flights[owner]
 
@@ -194,12 +193,12 @@ class Ring:
 
     # -- giving back -------------------------------------------------------------------------------
 
-    def fly(self, owner: object, event: Event, chunk: torch.Tensor) -> None:
-        """The owner has submitted ``chunk`` to its one stream; the device is done with it at ``event``."""
+    def fly(self, owner: object, event: Event, chunks: list[torch.Tensor]) -> None:
+        """The owner has submitted ``chunks`` to its one stream; the device is done with them at ``event``."""
         with self._lock:
             if not self._flights and (first := self._first()) is not None:
                 first.call()  # there is something to look at again
-            self._flights.setdefault(owner, deque()).append((event, chunk))
+            self._flights.setdefault(owner, deque()).append((event, chunks))
 
     def give(self, chunk: torch.Tensor) -> None:
         """Neither the device nor the holder uses ``chunk`` any more. Any thread."""
@@ -221,10 +220,11 @@ class Ring:
                 self._land(flights)
             self._serve()
 
-    def _land(self, flights: deque[tuple[Event, torch.Tensor]]) -> None:
-        event, chunk = flights.popleft()
+    def _land(self, flights: deque[tuple[Event, list[torch.Tensor]]]) -> int:
+        event, chunks = flights.popleft()
         self._driver.recycle(event)
-        self._free.append(chunk)
+        self._free += chunks
+        return len(chunks)
 
     # -- ahead of use and after --------------------------------------------------------------------
 

@@ -18,12 +18,16 @@ from .._reactor import Point
 from ..drivers.base import Stream
 from .layout import flat, is_dense, same_order
 from .release import is_large
-from .segments import Made, Rows, Segments, Views, segment_bytes
+from .segments import Cutter, Made, Rows, Segments, Views, segment_bytes
+from .submitting import Submissions
 
 __all__ = ["Lane", "flat", "is_dense", "same_order"]
 
 #: Chunks of a transfer that the device has while each copy thread has one.
-_IN_FLIGHT = 4
+_IN_FLIGHT = 6
+
+#: The device's part of a segment, the row in the chunk with what belongs there, and the chunk.
+_Filled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 #: Torch copies fewer elements than this on the calling thread (ATen's ``GRAIN_SIZE``).
 _GRAIN = 32768
@@ -45,6 +49,7 @@ class Lane:
         self._failures = engine.memory.failures
         #: Chunks of segments that broke off: the device may have been given them.
         self._broken: list[torch.Tensor] = []
+        self._filled: Submissions[_Filled] = Submissions()
 
     # -- up ----------------------------------------------------------------------------------------
 
@@ -81,22 +86,33 @@ class Lane:
         self.engine.crew.run(rows.count, lambda index: self._up(rows, index, short))
 
     def _up(self, segments: Made, index: int, short: bool) -> None:
-        there = segments.there(index)
         chunk = self._take(short)
         if chunk is None:  # none to be had: the driver stages it, and this thread waits for it
             host = segments.host(index)
             self.held.append(host)
-            self.driver.copy(there, host, self.stream)
+            self.driver.copy(segments.there(index), host, self.stream)
             return
         try:
-            row = _row_in(chunk, there)
-            segments.fill(index, row)
-            self.driver.copy(there, row, self.stream)
-            event = self.driver.record(self.stream)
+            row = segments.row(index, chunk)
+            segments.fill(index, row)  # as soon as can be: other threads wait for the GIL to get here
+            there = segments.there(index)
         except BaseException:
             self._broken.append(chunk)
             raise
-        self._ring.fly(self, event, chunk)
+        self._filled.add((there, row, chunk), self._submit, self._give_up)
+
+    def _submit(self, filled: list[_Filled]) -> None:
+        chunks = [chunk for _, _, chunk in filled]
+        try:
+            self.driver.copy_all([(there, row) for there, row, _ in filled], self.stream)
+            event = self.driver.record(self.stream)
+        except BaseException:
+            self._broken += chunks
+            raise
+        self._ring.fly(self, event, chunks)
+
+    def _give_up(self, filled: list[_Filled]) -> None:
+        self._broken += [chunk for _, _, chunk in filled]
 
     # -- down --------------------------------------------------------------------------------------
 
@@ -129,7 +145,7 @@ class Lane:
     def _down(self, segments: Segments, index: int, short: bool) -> None:
         there = segments.there(index)
         chunk = self._take(short)
-        row = torch.empty_like(there, device="cpu") if chunk is None else _row_in(chunk, there)
+        row = torch.empty_like(there, device="cpu") if chunk is None else segments.row(index, chunk)
         try:
             self.driver.copy(row, there, self.stream)
             event = self.driver.record(self.stream)
@@ -170,8 +186,9 @@ class Lane:
         nbytes = sum(there.nbytes for _, there, _ in pairs)
         self._moved += nbytes
         short = self._moved <= self._ring.nbytes  # the transfer needs no more than one chunk so far
+        cutter = Cutter(nbytes, self._ring.nbytes, self.engine.crew.threads)
+        rows = _turns(Rows(host, there, cutter) for host, there, alike in pairs if alike)
         most = segment_bytes(nbytes, self._ring.nbytes)
-        rows = _turns(Rows(host, there, most) for host, there, alike in pairs if alike)
         views = _turns(Views(host, there, most) for host, there, alike in pairs if not alike)
         if rows:
             self._ring.expect(min(len(rows), self.engine.crew.threads + _IN_FLIGHT))
@@ -201,9 +218,3 @@ def _plainly(dst: torch.Tensor, src: torch.Tensor) -> tuple[torch.Tensor, torch.
     if dst.is_contiguous() and src.is_contiguous():
         return dst, src
     return flat(dst), flat(src)
-
-
-def _row_in(chunk: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The chunk's first bytes, as a row of ``like``'s elements."""
-    row = chunk[: like.nbytes]
-    return row if like.dtype is torch.uint8 else row.view(like.dtype)
