@@ -117,6 +117,13 @@ class Driver(abc.ABC):
         for dst, src in pairs:
             self.copy(dst, src, stream)
 
+    def copy_and_wait(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """:meth:`copy`, finished on return, with what was in front of it. Worker threads only."""
+        self.copy(dst, src, stream)
+        event = self.record(stream)
+        self.synchronize(event)
+        self.recycle(event)
+
     @abc.abstractmethod
     def pinned(self, nbytes: int, touch: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """Page-locked host memory: a 1-D ``uint8`` tensor. May take long: worker threads only.

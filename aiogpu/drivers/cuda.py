@@ -189,16 +189,20 @@ class CudaDriver(Driver):
         if self._opening.acquire(blocking=False):
             threading.Thread(target=open_some, name="aiogpu-open-streams", daemon=True).start()
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream, wait: bool = False) -> None:
         saved = self.swap(stream.raw)
         try:
             if dst.is_inference():
                 with torch.inference_mode():
-                    dst.copy_(src, non_blocking=True)
+                    dst.copy_(src, non_blocking=not wait)
             else:
-                dst.copy_(src, non_blocking=True)
+                dst.copy_(src, non_blocking=not wait)
         finally:
             self.restore(saved)
+
+    def copy_and_wait(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        # Torch waits for the stream in the same call, which lets go of the GIL once instead of three times.
+        self.copy(dst, src, stream, wait=True)
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         if len(pairs) == 1:

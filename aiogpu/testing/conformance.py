@@ -20,6 +20,7 @@ its verbs, such as holding a stream, is a hook of the class.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -228,6 +229,30 @@ class DriverConformance(Ordering):
         assert self.finished(driver, driver.record(stream))
         source.zero_()
         assert on_device.cpu().sum() == 100
+
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_a_copy_that_is_waited_for_is_finished_with_all_that_was_in_front_of_it(
+        self, driver: Driver, inference: bool
+    ) -> None:
+        values = torch.arange(1 << 18)
+        up, down = self.here(driver, values), self.here(driver, torch.zeros_like(values))
+        stream = driver.open_stream("copy")
+        with torch.inference_mode(inference):
+            on_device = self.there(driver, torch.zeros_like(values))
+
+        def work() -> torch.Tensor:
+            driver.enter_thread()
+            for _ in range(4):
+                driver.copy(on_device, up, stream)
+            driver.copy_and_wait(down, on_device, stream)
+            return down.clone()
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(work)
+            deadline = time.monotonic() + LIMIT
+            while not found.done() and time.monotonic() < deadline:
+                self.settle(driver)
+            assert torch.equal(found.result(LIMIT), values)
 
     @pytest.mark.parametrize("inference", [False, True])
     def test_copies_that_are_submitted_together_are_all_made_in_their_order(

@@ -129,9 +129,9 @@ class Lane:
     def download_all_through_chunks(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The same for several ``(dst, src)``.
 
-        Host memory is written only after the segment's event: that a copy into ordinary memory has
-        finished when its call returns is a habit of drivers, not a promise. Fresh memory gets its pages
-        from many copy threads at once: one alone takes page faults at 2 GB/s.
+        Host memory is written only once the segment's copy has been waited for: that one into ordinary
+        memory has finished when its call returns is a habit of drivers, not a promise. Fresh memory gets its
+        pages from many copy threads at once: one alone takes page faults at 2 GB/s.
         """
         for dst, src in pairs:
             self.held += (dst, src)
@@ -147,10 +147,7 @@ class Lane:
         chunk = self._take(short)
         row = torch.empty_like(there, device="cpu") if chunk is None else segments.row(index, chunk)
         try:
-            self.driver.copy(row, there, self.stream)
-            event = self.driver.record(self.stream)
-            self.driver.synchronize(event)
-            self.driver.recycle(event)
+            self.driver.copy_and_wait(row, there, self.stream)
             segments.empty(index, row)
         except BaseException:
             if chunk is None:
