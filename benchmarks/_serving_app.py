@@ -116,7 +116,8 @@ def application(contenders: Contenders) -> Any:
             scores = await handler(asked)
             await reply(send, scores.tolist(), time.perf_counter() - start)
 
-    middleware = aiogpu.asgi.StreamMiddleware(inner)
+    most = MAX_QUEUE + BATCHES * MAX_BATCH
+    middleware = aiogpu.asgi.StreamMiddleware(inner, max_in_flight=most)
 
     async def lifespan(receive: Any, send: Any) -> None:
         await receive()

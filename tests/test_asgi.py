@@ -1049,6 +1049,8 @@ def test_what_is_no_runtime_fails_the_startup_and_says_what_was_expected(run, an
         ({"app": "main:app"}, TypeError, "around an ASGI application, not around 'main:app'"),
         ({"healthz": "live"}, ValueError, "such as '/live'"),
         ({"readyz": ""}, ValueError, "None: no such probe"),
+        ({"max_in_flight": 0}, ValueError, "max_in_flight is a number of requests, 1 or more, not 0"),
+        ({"max_in_flight": 1.5}, ValueError, "not 1.5"),
     ],
 )
 def test_what_cannot_be_an_argument_is_refused_with_what_can(arguments, error, told):
@@ -1109,6 +1111,37 @@ def test_before_its_startup_has_ended_nobody_is_ready(run, anydevice, until):
             assert (await Wire("/readyz").through(app)).status == 200
             assert (await Wire("/").through(app)).status == 200
             server.stop()
+
+    run(main)
+
+
+def test_more_requests_than_may_be_in_flight_get_429_before_anything_of_theirs_is_read(run, anydevice, until):
+    async def main() -> None:
+        finish, heard = anyio.Event(), []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            heard.append(scope["path"])
+            await finish.wait()
+            await reply(send)
+
+        middleware = StreamMiddleware(app, max_in_flight=2, retry_after=3)
+        first, second = Wire("/1"), Wire("/2")
+        async with anyio.create_task_group() as group:
+            group.start_soon(first.through, middleware)
+            group.start_soon(second.through, middleware)
+            await until(lambda: middleware.in_flight == 2)
+            late = await Wire("/3", b"a", b"body").through(middleware)
+            assert (late.status, late.body, late.received) == (429, b"too many requests\n", 0)
+            assert late.headers[b"retry-after"] == b"3"
+            socket = Wire("/4", kind="websocket", extensions={"websocket.http.response": {}})
+            await socket.through(middleware)
+            assert socket.status == 429
+            assert (await Wire("/readyz").through(middleware)).status == 200, "a burst is no reason to leave"
+            finish.set()
+            await middleware.idle()
+            assert (await Wire("/5").through(middleware)).status == 200
+        assert sorted(heard) == ["/1", "/2", "/5"]
+        assert first.status == second.status == 200
 
     run(main)
 

@@ -6,6 +6,8 @@ asks it.
 
 from __future__ import annotations
 
+import math
+
 import anyio
 
 from .answers import Answer
@@ -16,8 +18,10 @@ __all__ = ["Gate"]
 class Gate:
     """``with gate:`` one request or websocket is in flight."""
 
-    def __init__(self, retry_after: float) -> None:
+    def __init__(self, retry_after: float, most: float = math.inf) -> None:
         self.retry_after = retry_after
+        #: Requests that may be in flight at once.
+        self.most = most
         #: Where no lifespan is run nobody says when startup has ended: then it has.
         self.started = True
         self.draining = False
@@ -26,6 +30,14 @@ class Gate:
 
     def refusal(self) -> Answer | None:
         """What new requests are told; ``None``: they are welcome."""
+        if (answer := self.unready()) is not None:
+            return answer
+        if self.in_flight >= self.most:
+            return Answer(429, "too many requests", self.retry_after)
+        return None
+
+    def unready(self) -> Answer | None:
+        """Why requests should be sent elsewhere; ``None``: they should not."""
         if self.draining:
             return Answer(503, "shutting down", self.retry_after)
         if not self.started:

@@ -6,6 +6,7 @@ Law of this file: pure ASGI through anyio; no framework, no server, no event loo
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import anyio
@@ -48,7 +49,8 @@ class StreamMiddleware:
       ``OverloadedError`` 429 with ``Retry-After``; ``DeviceLostError``, ``ClosedError`` and running out of
       memory 503; ``TimeoutError`` 504. Any other error goes on to the server. Once a response has started its
       status is out: the error is logged and goes on to the server, which cuts the response off.
-    * While draining, every new request gets 503.
+    * While draining, every new request gets 503; while ``max_in_flight`` are under way, 429, before its body
+      is read and before the application hears of it.
 
     Middleware inside this one that runs the endpoint in an event-loop task of its own (Starlette's
     ``BaseHTTPMiddleware``) takes the endpoint out of the request's stream. Add this middleware first, so
@@ -65,6 +67,10 @@ class StreamMiddleware:
         Default: ``aiogpu.Runtime()``, or the one that is already open on the loop.
     device, priority:
         As of :func:`aiogpu.task`.
+    max_in_flight:
+        HTTP requests and websockets that the application may have at once; ``None``: any number. What a
+        :class:`aiogpu.Batcher` may have waiting and computing, and some more: then nobody is refused there
+        after his body has been read and parsed.
     healthz, readyz:
         Paths of the two probes; ``None``: no such probe.
     retry_after:
@@ -83,6 +89,7 @@ class StreamMiddleware:
         runtime: Callable[[], Runtime] | None = None,
         device: torch.device | str | int | None = None,
         priority: int = 0,
+        max_in_flight: int | None = None,
         healthz: str | None = "/healthz",
         readyz: str | None = "/readyz",
         retry_after: float = 1.0,
@@ -102,7 +109,9 @@ class StreamMiddleware:
         self._make_runtime = runtime
         self._device = None if device is None else normalize(device)
         self._healthz, self._readyz = healthz, readyz
-        self._gate = Gate(retry_after)
+        if max_in_flight is not None and (type(max_in_flight) is not int or max_in_flight < 1):
+            raise ValueError(f"max_in_flight is a number of requests, 1 or more, not {max_in_flight!r}")
+        self._gate = Gate(retry_after, math.inf if max_in_flight is None else max_in_flight)
         self._in_task = task(device=self._device, priority=priority)(_run)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,7 +256,7 @@ class StreamMiddleware:
             return Answer(503, f"device lost: {', '.join(lost)}")
         if path == self._healthz:
             return Answer(200, "ok")
-        return self._gate.refusal() or Answer(200, "ready")
+        return self._gate.unready() or Answer(200, "ready")
 
     def _engine(self) -> Engine | None:
         device = self._device or current_runtime().device_now()
