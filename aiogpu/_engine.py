@@ -187,7 +187,10 @@ class Engine:
     def rethrow(self, error: BaseException) -> NoReturn:
         """Raise what a failed submission means; its cause stays the device's own error."""
         blamed = self.blame(error)
-        raise blamed from blamed.__cause__
+        try:
+            raise blamed from blamed.__cause__
+        finally:
+            del blamed, error  # no cycle through the traceback, in which tensors would stay
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else "ready"

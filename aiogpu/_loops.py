@@ -343,8 +343,10 @@ class TrioDoor(Door):
 
 
 def _in_trio() -> bool:
-    trio = sys.modules.get("trio")
-    return trio is not None and trio.lowlevel.in_trio_task()
+    # Without these another thread is importing it right now, and nobody runs it yet.
+    lowlevel = getattr(sys.modules.get("trio"), "lowlevel", None)
+    ask: Callable[[], bool] | None = getattr(lowlevel, "in_trio_task", None)
+    return ask is not None and ask()
 
 
 def current_token() -> Any:

@@ -57,6 +57,8 @@ class WorkerPool:
         self._jobs: deque[Job] = deque()
         self._idle: list[_Worker] = []
         self._closed = False
+        #: Threads that there are, or that somebody is starting.
+        self._count = 0
         self._threads: list[threading.Thread] = []
         _close_at_exit(self)
 
@@ -67,8 +69,11 @@ class WorkerPool:
                 raise RuntimeError("aiogpu's worker threads have ended: the interpreter is exiting")
             self._jobs.append(job)
             self._hand_out()
-            if self._jobs and len(self._threads) < self.limit:
-                self._start(job)
+            start = bool(self._jobs) and self._count < self.limit
+            self._count += start
+        if start:
+            # Outside of the lock: it waits for the new thread, in which a garbage collection may submit.
+            self._start(job)
 
     def _hand_out(self) -> None:
         """Under the lock: jobs to idle threads."""
@@ -81,20 +86,22 @@ class WorkerPool:
                 job = self._jobs.popleft()
             except IndexError:
                 self._idle.append(worker)
-                return
+                continue  # a collection may have brought one between the two steps
             worker.go(job)
 
     def _start(self, job: Job) -> None:
-        name = f"aiogpu-{self._name}-{len(self._threads) + 1}"
+        name = f"aiogpu-{self._name}-{self._count}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             thread.start()
+            with self._lock:
+                self._threads.append(thread)
         except RuntimeError:  # the system has no more: those that there are do without it
-            if not self._threads:
-                self._jobs.remove(job)
-                raise
-        else:
-            self._threads.append(thread)
+            with self._lock:
+                self._count -= 1
+                if not self._count and job in self._jobs:
+                    self._jobs.remove(job)
+                    raise
 
     def _run(self) -> None:
         try:
@@ -119,6 +126,12 @@ class WorkerPool:
         """Under the lock, closed: what idle threads wait for will not come."""
         while self._idle:
             self._idle.pop().go(None)
+
+    def drop(self) -> None:
+        """Forget the jobs that nobody has begun. For the end of the interpreter: nobody hears of them."""
+        with self._lock:
+            dropped, self._jobs = self._jobs, deque()
+        del dropped
 
     def close(self, timeout: float) -> bool:
         """End the threads once their jobs have; False when some were still busy after ``timeout`` s."""
@@ -180,6 +193,11 @@ def _close_at_exit(pool: WorkerPool) -> None:
 
 
 def _close_all() -> None:
-    deadline = time.monotonic() + 3.0
-    for pool in list(_pools):
-        pool.close(max(0.0, deadline - time.monotonic()))
+    pools = list(_pools)
+    for seconds in (3.0, 1.0):
+        deadline = time.monotonic() + seconds
+        busy = [pool for pool in pools if not pool.close(max(0.0, deadline - time.monotonic()))]
+        for pool in busy:
+            pool.drop()  # what nobody has begun: a thread that is still at work then is ended in the middle
+        if not busy:
+            return

@@ -125,7 +125,9 @@ def test_it_is_put_together_by_the_clock_without_another_call(run, until):
     assert run(main) == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize("how", ["full", "costs enough", "the end", "the one before is done"])
+@pytest.mark.parametrize(
+    "how", ["full", "costs enough", "the end", "the one before is done", "collating takes longer"]
+)
 def test_nothing_is_held_back_for_longer_than_it_can_grow(run, until, how):
     async def main():
         held = HeldInThread()
@@ -139,6 +141,9 @@ def test_nothing_is_held_back_for_longer_than_it_can_grow(run, until, how):
                     await calls.started("b", "c")
                     if how == "full":
                         await calls.started("d")
+                    if how == "collating takes longer":  # or downloading, or splitting: beside the function
+                        calls.batcher._service.batches.pipeline.beside = 900.0
+                        calls.batcher._service.kick()
                     if how == "the end":
                         stack.callback(held.go.set)
                         calls.group.start_soon(calls.batcher.__aexit__, None, None, None)
@@ -427,12 +432,43 @@ def test_the_loop_has_its_turns_between_the_callers_of_a_large_batch(run, monkey
                     group.start_soon(call, batcher)
                 group.start_soon(tick)
             assert batcher.stats().batches == 1
-        return [woken.count(turn) for turn in sorted(set(woken))]
+        return [woken.count(turn) for turn in sorted(set(woken))], anyio.get_current_task()
 
-    portions = run(main)
+    portions, task = run(main)
     assert sum(portions) == 64
     assert len(portions) >= 4
-    assert max(portions) <= 24, "two portions at most between two turns of somebody else"
+    in_trio = "Trio" in repr(task)  # which runs what is ready in no order
+    assert max(portions) <= (40 if in_trio else 24), "two portions at most between two turns of others"
+
+
+def test_a_loop_that_is_busy_with_something_else_keeps_nobodys_result_back(run, monkeypatch):
+    """Only what those who were woken do makes portions small, and whatever does, nobody waits for long."""
+    clock = [0.0]
+    monkeypatch.setattr(handing, "perf_counter", lambda: clock[0])
+
+    async def main():
+        turns, woken, first_out = [0], [], []
+
+        async def tick() -> None:
+            while len(woken) < 256:
+                turns[0] += 1
+                clock[0] += 0.05
+                await anyio.lowlevel.checkpoint()
+
+        async def call(batcher) -> None:
+            await batcher(torch.ones(2))
+            first_out[:] = first_out or [turns[0]]
+            woken.append(turns[0])
+
+        async with aiogpu.Batcher(torch.sin, max_batch_size=256, max_queue_per_client=256) as batcher:
+            async with anyio.create_task_group() as group:
+                for _ in range(256):
+                    group.start_soon(call, batcher)
+                group.start_soon(tick)
+        return max(woken) - first_out[0]
+
+    # In trio nobody knows what of a turn was whose: a floor holds.
+    assert run(main) <= 24
 
 
 @pytest.mark.parametrize("how", ["left", "cancelled"])

@@ -146,6 +146,30 @@ def test_calls_that_meet_the_fault_themselves_leave_the_cause_to_all_others(run,
     run(main)
 
 
+def test_an_error_that_is_raised_again_keeps_no_frame_alive(vd):
+    """Nor the tensors in it, which the next try may need."""
+    engine = engine_of(vd)
+
+    def fails() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(1)
+        found = weakref.ref(tensor)
+        try:
+            try:
+                raise torch.OutOfMemoryError("of memory")
+            except RuntimeError as error:
+                engine.rethrow(error)
+        except torch.OutOfMemoryError:
+            pass
+        return found
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
+
+
 def test_after_a_fault_every_call_fails_at_once(run, vd):
     """C68: and carries the first cause."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,12 @@ def test_loops_inside_loops(library):
     )
     assert done.returncode == 0, done.stderr
     assert "Exception" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("found", [(), ("lowlevel",)])
+def test_trio_that_another_thread_is_importing_right_now_runs_no_loop(monkeypatch, found):
+    half = types.ModuleType("trio")
+    for name in found:
+        setattr(half, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "trio", half)
+    assert _loops.current_token() is None

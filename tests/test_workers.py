@@ -55,6 +55,42 @@ def test_threads_start_when_needed_and_no_more_than_the_limit(pool):
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("aiogpu-test"))
 
 
+def test_while_a_thread_is_being_started_others_may_submit_and_so_may_a_garbage_collection(
+    pool, monkeypatch, blocking_until
+):
+    """Starting waits for the new thread, in which a collection may run code that submits: without a lock."""
+    done: list[str] = []
+    start = threading.Thread.start
+
+    def started(thread):
+        if thread.name.startswith("aiogpu-test"):
+            monkeypatch.setattr(threading.Thread, "start", start)
+            other = threading.Thread(target=pool.submit, args=(lambda: done.append("other thread"),))
+            other.start()
+            other.join(10)
+            assert not other.is_alive(), "it waits for the thread that starts one"
+            for _ in range(3):
+                pool.submit(lambda: done.append("collection"))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    pool.submit(lambda: done.append("first"))
+    blocking_until(lambda: len(done) == 5)
+    assert len(names()) <= 2, "more threads than the limit"
+
+
+def test_at_the_end_of_the_interpreter_jobs_that_nobody_has_begun_are_dropped(pool):
+    gate = threading.Event()
+    done: list[int] = []
+    for number in range(10):
+        pool.submit(lambda number=number: (gate.wait(10), done.append(number)))
+    assert not pool.close(0.0)
+    pool.drop()
+    gate.set()
+    assert pool.close(10)
+    assert len(done) == 2, "those that had begun"
+
+
 def test_an_idle_thread_is_used_again(pool, blocking_until):
     for _ in range(20):
         done = threading.Event()

@@ -2,8 +2,8 @@
 
 Law of this file: in the order of completion, and nobody is kept longer than the loop needs to get to him. All
 callers of a batch of 64, woken at once, go on one after the other before the loop looks at its sockets again:
-40 ms, where each of them writes an HTTP response. So a portion wakes as many as the loop gets through in
-about :data:`TURN` seconds, and the next one follows in its next turn; what else is ready gets its own.
+40 ms, where each of them writes an HTTP response. So a portion wakes as many as go on within about
+:data:`TURN` seconds, and the next one follows in the loop's next turn; what else is ready gets its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["TURN", "HandingOut"]
 TURN = 0.002
 #: Callers in the first portion, and in the smallest.
 _FIRST, _LEAST = 16, 4
+#: The turns in which all who wait are through, whatever a turn takes: no queue may grow here.
+_TURNS = 8
 
 
 class HandingOut:
@@ -33,7 +35,7 @@ class HandingOut:
         self._door = door
         self._waiting: deque[tuple[Entry, Any, Handoff[Any] | None]] = deque()
         self._portion = _FIRST
-        #: When the last portion was given, if another follows in the next turn.
+        #: When those of the last portion went on, or were woken, if another follows in the next turn.
         self._turn: float | None = None
 
     def __len__(self) -> int:
@@ -53,8 +55,14 @@ class HandingOut:
         self._portion = max(_LEAST, min(1 << 16, round(better)))
         self._give(self._portion)
 
+    def _begin(self) -> None:
+        self._turn = perf_counter()
+
     def _give(self, count: int) -> None:
         waiting, door = self._waiting, self._door
+        count = max(count, -(-len(waiting) // _TURNS))
+        if len(waiting) > count and door.looks_in_a_turn:
+            door.soon(self._begin)  # right before those whom this portion wakes: only their time counts
         while waiting and count:
             entry, result, handoff = waiting.popleft()
             entry.succeed(door, result, handoff)

@@ -157,8 +157,9 @@ class Pipeline:
         self.collate = collate
         self.split = split
         self.download = download and not engine.driver.eager
-        #: Seconds that it took lately to collate a batch and to upload it, where that is not done in one go.
-        self.collating = 0.0
+        #: Seconds that a batch spent lately before and after the lane, where it is not done in one go:
+        #: another one can be computed meanwhile.
+        self.beside = 0.0
         # Of our own, so that users' calls of run_sync cannot hold up batches.
         self.limiter = anyio.CapacityLimiter(threads)
 
@@ -167,13 +168,15 @@ class Pipeline:
 
         Raises ``UserError`` for what users' functions raise.
         """
+        start = perf_counter()
         if not self._goes_at_once(load):
-            start = perf_counter()
             load.collated(await self._collate(load))
-            self.collating = max(perf_counter() - start, 0.8 * self.collating)
+        began = perf_counter()
         await self.lane.carry_out(load)
         if load.ready:
+            self._note_beside(began - start)
             return
+        ended = perf_counter()
         if load.upload is not None:
             await load.upload
             load.upload = None
@@ -186,7 +189,11 @@ class Pipeline:
                 load.results = await self._in_thread(self._splitting(load.output), "split")
             _check(load)
         load.submitted()
+        self._note_beside(began - start + perf_counter() - ended)
         load.over()
+
+    def _note_beside(self, seconds: float) -> None:
+        self.beside = max(seconds, 0.8 * self.beside)
 
     # -- in ----------------------------------------------------------------------------------------
 

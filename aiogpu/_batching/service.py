@@ -33,7 +33,8 @@ log = logging.getLogger("aiogpu")
 
 
 #: Seconds, at least, by which a batch is started before the one in front of it should be done, besides what
-#: collating takes; an eighth of what a batch takes, where that is more, for they do not all take the same.
+#: batches take before and after the function. An eighth of what a batch takes, where that is more: they do
+#: not all take the same.
 _LEAD = 0.002
 
 
@@ -229,7 +230,7 @@ class Service:
         forecast = self.batches.forecast
         now = perf_counter()
         first = min(batch.start for batch in self.batches.running)
-        lead = max(_LEAD, forecast.typical / 8) + self.batches.pipeline.collating
+        lead = max(_LEAD, forecast.typical / 8) + self.batches.pipeline.beside
         left = forecast.wait(running, 0, forecast.elapsed(first, now)) - lead
         if left > 0.0:
             self._wake_at(now + left)

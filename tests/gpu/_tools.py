@@ -65,7 +65,7 @@ no_race_detector = pytest.mark.skipif(
     SANITIZED, reason="TORCH_CUDA_SANITIZER=1 does not know this kind of order (legacy stream, graphs)"
 )
 
-#: What every test module of this folder starts with.
+#: What every test module of this folder has; a longer time limit goes before it, for the first one counts.
 ON_GPU = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(60)]
 
 

@@ -83,7 +83,7 @@ def programs(request: pytest.FixtureRequest, cycles: float) -> Together:
     # Processes that share the device take turns on it, and each one's kernels last as long as all of them.
     # A fault has to strike while the other kernels of its process run, and could come last; an end within
     # five seconds has to wait for them.
-    few = {"test_faults": 1, "test_exit": 4}
+    few = {"test_faults": 1, "test_exit": 4, "test_fallback": 4}
     return Together(cycles, at_once=few.get(request.module.__name__.rpartition(".")[2], 12))
 
 

@@ -73,7 +73,8 @@ def test_results_are_read_behind_the_batch_and_nobody_waits_on_the_host(run: Loo
 
     async def main() -> None:
         async with aiogpu.Batcher(fn, max_batch_size=8, max_delay=0.01) as batcher:
-            await call(batcher, 0)  # warm
+            for _ in range(2):  # a kernel's first launch loads it, and may wait for what the device does
+                await aiogpu.gather(*(call(batcher, i) for i in range(8)))
             found = await aiogpu.gather(*(call(batcher, i) for i in range(8)))
         assert [value for _, value in found] == [i + 1 for i in range(8)]
         assert max(seconds for seconds, _ in found) < 0.09

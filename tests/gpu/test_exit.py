@@ -10,7 +10,7 @@ import pytest
 
 from ._tools import ON_GPU, Together, command, environment, needs_linux, succeeds
 
-pytestmark = [*ON_GPU, needs_linux, pytest.mark.timing, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.timeout(180), *ON_GPU, needs_linux, pytest.mark.timing]
 
 ENDS = """
 kind = {kind!r}
@@ -38,7 +38,7 @@ asyncio.run(main())
 print("AFTER", flush=True)
 """
 CODES = {"return": 0, "sys.exit": 3, "error": 1}
-RUNS = 8
+RUNS = 4
 
 
 @pytest.mark.parametrize("kind", list(CODES))

@@ -9,7 +9,7 @@ import pytest
 
 from ._tools import ON_GPU, Together, has_module, succeeds
 
-pytestmark = [*ON_GPU, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(180), *ON_GPU]
 
 WORKS = """
 @aiogpu.task

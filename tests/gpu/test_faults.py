@@ -6,7 +6,7 @@ import pytest
 
 from ._tools import ON_GPU, Together, succeeds
 
-pytestmark = [*ON_GPU, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.timeout(180), *ON_GPU]
 
 FAULT = """
 # Made now: making them later would wait behind the waits' kernels.

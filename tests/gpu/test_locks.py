@@ -29,7 +29,7 @@ from ._tools import (
 )
 from .conftest import Loop
 
-pytestmark = [*ON_GPU, needs_linux, pytest.mark.timing, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.timeout(90), *ON_GPU, needs_linux, pytest.mark.timing]
 
 #: 8 tasks x 2500 awaits; every one is announced, none found by polling.
 AWAITS = """
