@@ -131,8 +131,8 @@ def application(contenders: Contenders) -> Any:
         return {
             "rss_MB": _resident_mb(),
             "gpu_MB": torch.cuda.memory_reserved() / 1e6 if contenders.device.type == "cuda" else 0.0,
-            "in_flight": middleware.in_flight - 1,  # without this request
-            "streams_in_use": max(0, runtime.streams_in_use - 1 - BATCHES),  # nor those that batches keep
+            "in_flight": middleware.in_flight,
+            "streams_in_use": max(0, runtime.streams_in_use - BATCHES),  # without those that batches keep
             "operations": runtime.operations,
             "waiting": batcher.waiting,
             "running": batcher.running,
@@ -141,7 +141,8 @@ def application(contenders: Contenders) -> Any:
         }
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] in theirs:  # without anything of ours around them
+        # Without anything of ours around them, and around the look at the server: it must get through.
+        if scope["type"] == "http" and (scope["path"] in theirs or scope["path"] == "/stats"):
             await inner(scope, receive, send)
         else:
             await middleware(scope, receive, send)

@@ -77,8 +77,14 @@ LEVELS = [
     ["transfers.strangers", "transfers.reach"],
     ["transfers.alike", "transfers.arrays", "transfers.containers"],
     ["transfers.parts", "transfers.registry"],
-    ["transfers.segments", "transfers.release", "transfers.submitting"],
-    ["transfers.layout", "transfers.hostcopy", "drivers.hostmem", "drivers.host_allocator"],
+    ["transfers.segments", "transfers.release", "transfers.submitting", "drivers.sanitizer"],
+    [
+        "transfers.layout",
+        "transfers.hostcopy",
+        "drivers.hostmem",
+        "drivers.host_allocator",
+        "drivers.sanitizer",
+    ],
 ]
 #: Packages whose front door holds nothing.
 EMPTY = {"_batching", "_flow", "transfers", "drivers", "observe"}

@@ -14,7 +14,6 @@ holds it while it waits for the driver's lock hangs the process.
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import host_allocator
+from . import host_allocator, sanitizer
 from .base import Driver, Event, Signal, Stream, StreamKind
 from .cuda_entries import RELAXED, Entries
 from .hostmem import cpus_near, pages
@@ -97,7 +96,9 @@ class CudaDriver(Driver):
             raise RuntimeError(f"host callbacks are not available: {self.missing}")
         self._waiters = _WaiterThreads(self) if wake == "thread" or not self.entries else None
         self.wake_mechanism = "waiter thread" if self._waiters else "host callback"
-        self._sanitized = _sanitizer_enabled()
+        self._sanitized = sanitizer.enabled()
+        if self._sanitized:
+            sanitizer.serialize()
         # Torch's own streams, the fallback, are non-blocking; and the sanitizer does not know legacy
         # semantics: in both cases the edges to the default stream must be made with events.
         self.legacy_orders = self.entries is not None and not self._sanitized
@@ -418,10 +419,3 @@ class _WaiterThreads:
     def close(self) -> None:
         for _ in range(self._count):
             self._jobs.put(None)
-
-
-def _sanitizer_enabled() -> bool:
-    if os.environ.get("TORCH_CUDA_SANITIZER") == "1":
-        return True
-    module = getattr(torch.cuda, "_sanitizer", None)
-    return bool(module is not None and module.cuda_sanitizer.enabled)
