@@ -7,6 +7,7 @@ tests/gpu/test_two_gpus.py.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -182,15 +183,23 @@ def test_a_batch_may_come_from_everywhere(run, two, settled):
 
 
 def test_the_first_copy_of_a_pair_is_made_off_the_loop_and_small_ones_later_on_the_callers_stream(
-    run, two, settled, until
+    run, two, settled, until, monkeypatch
 ):
     """Mapping one device's memory into the other takes long, the first time."""
+    threads: list[int] = []
+    copy = two.second.copy
+
+    def noted(*what):
+        threads.append(threading.get_ident())
+        copy(*what)
+
+    monkeypatch.setattr(two.second, "copy", noted)
 
     async def main():
         x = two.on_first(torch.ones(4))
-        first = aiogpu.to_device(x, "second")
-        assert "queued" in repr(first)
-        await settled(first)
+        await settled(aiogpu.to_device(x, "second"))
+        assert threading.get_ident() not in threads
+        assert len(threads) == 1
         await until(lambda: peers._introduced)  # by the thread that made it, perhaps a moment later
         second = aiogpu.to_device(x, "second")
         assert "in flight" in repr(second)
