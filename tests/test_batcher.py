@@ -436,8 +436,8 @@ def test_the_loop_has_its_turns_between_the_callers_of_a_large_batch(run, monkey
 
     portions, task = run(main)
     assert sum(portions) == 64
-    assert len(portions) >= 4
     in_trio = "Trio" in repr(task)  # which runs what is ready in no order
+    assert len(portions) >= (2 if in_trio else 4)
     assert max(portions) <= (40 if in_trio else 24), "two portions at most between two turns of others"
 
 
@@ -465,10 +465,11 @@ def test_a_loop_that_is_busy_with_something_else_keeps_nobodys_result_back(run, 
                 for _ in range(256):
                     group.start_soon(call, batcher)
                 group.start_soon(tick)
-        return max(woken) - first_out[0]
+        return max(woken) - first_out[0], anyio.get_current_task()
 
+    turns, task = run(main)
     # In trio nobody knows what of a turn was whose: a floor holds.
-    assert run(main) <= 24
+    assert turns <= (24 if "Trio" in repr(task) else 6)
 
 
 @pytest.mark.parametrize("how", ["left", "cancelled"])

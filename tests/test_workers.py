@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from typing import Any
 
 import anyio
@@ -77,6 +78,31 @@ def test_while_a_thread_is_being_started_others_may_submit_and_so_may_a_garbage_
     pool.submit(lambda: done.append("first"))
     blocking_until(lambda: len(done) == 5)
     assert len(names()) <= 2, "more threads than the limit"
+
+
+def test_a_job_that_a_garbage_collection_brings_between_two_steps_is_not_left_beside_an_idle_thread(
+    pool, blocking_until
+):
+    """The jobs seem to be gone when one is taken out, and one has come when the thread is idle again."""
+    gate = threading.Event()
+    for _ in range(2):
+        pool.submit(lambda: gate.wait(10))
+    gate.set()
+    blocking_until(lambda: len(pool._idle) == 2)  # as many as there may be: none will be started
+
+    class Jobs(deque):  # type: ignore[type-arg]
+        surprising = True
+
+        def popleft(self) -> Any:
+            if self.surprising:
+                self.surprising = False
+                raise IndexError
+            return super().popleft()
+
+    pool._jobs = Jobs()
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(10)
 
 
 def test_at_the_end_of_the_interpreter_jobs_that_nobody_has_begun_are_dropped(pool):
