@@ -69,6 +69,8 @@ class WorkerPool:
                 raise RuntimeError("aiogpu's worker threads have ended: the interpreter is exiting")
             self._jobs.append(job)
             self._hand_out()
+            # Nothing is called, nor allocated, between the comparison and the addition: no collection comes
+            # between them, and there are never more threads than the limit.
             start = bool(self._jobs) and self._count < self.limit
             self._count += start
         if start:

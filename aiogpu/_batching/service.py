@@ -218,7 +218,7 @@ class Service:
 
         One that is not full is put together as late as that does no harm. Until the device is nearly done
         with what it has, starting it would gain nothing, and whoever calls meanwhile would miss it: wait for
-        the rest of this batch, all of that one, and then his own.
+        the rest of this batch, all of that one, and then his own. If it is too early, the clock looks again.
         """
         queue, running = self.queue, len(self.batches.running)
         if not queue or running >= self.places:
