@@ -98,6 +98,11 @@ class StreamPool:
             self.leases += 1
             return Lease(self, slot)
 
+    def has_idle(self, priority: int = 0) -> bool:
+        """Would a lease be of a stream with nothing on it, as of now?"""
+        with self._lock:
+            return any(slot.idle for slot in self._slots[priority])
+
     @property
     def opened(self) -> int:
         return sum(len(slots) for slots in self._slots.values())

@@ -34,6 +34,7 @@ SIZES = (
 PAUSE_S = 0.01
 
 UP, DOWN, OUT = "pageable → GPU", "GPU → host", "GPU → the caller's ordinary memory"
+INTO, BACK = "pinned → GPU memory that is there", "GPU → pinned memory that is there"
 PINNED, ROW_UP, ROW_DOWN = "pinned → GPU", "pinned → GPU, in a row", "GPU → host, in a row"
 SMALL, MANY, LOOP, MEMORY = (
     "one small transfer",
@@ -89,6 +90,9 @@ def questions(host: torch.Tensor, there: torch.Tensor) -> Iterator[tuple[str, di
     if CUDA:
         pinned = host.pin_memory()
         yield PINNED, {RAW: finished(to_device_soon), AIOGPU: aiogpu.to_device}, pinned
+        slot = torch.empty_like(there)
+        yield INTO, into(slot), pinned
+        yield BACK, into(host.pin_memory()), there
         count = max(2, min(32 if CUDA else 8, 2 * GB // max(1, host.nbytes)))
         yield ROW_UP, {RAW: row_up(count), AIOGPU: in_a_row(aiogpu.to_device, count)}, pinned
         yield ROW_DOWN, {RAW: row_down(count, pinned), AIOGPU: in_a_row(aiogpu.to_host, count)}, there
@@ -191,6 +195,19 @@ def downloads() -> dict[str, Way]:
     if (found := spdl()) is not None and found[1] is not None:
         ways["SPDL transfer_tensor_d2h"] = found[1]
     return ways
+
+
+def into(dst: torch.Tensor) -> dict[str, Way]:
+    """As engines keep their buffers: both sides are there before, and stay."""
+
+    def raw(source: torch.Tensor) -> torch.Tensor:
+        return dst.copy_(source, non_blocking=True)
+
+    return {
+        RAW: finished(raw),
+        "to_thread(copy_)": partial(asyncio.to_thread, dst.copy_),
+        AIOGPU: partial(aiogpu.copy_, dst),
+    }
 
 
 def in_a_row(way: Way, count: int) -> Way:

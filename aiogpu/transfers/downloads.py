@@ -2,8 +2,9 @@
 
 Law of this file: a download runs after what the caller's stream held at the call. A small one goes onto that
 stream, into a page-locked slot, and from there into ordinary memory once it has landed. A large one goes to
-a leased copy stream that waits for the caller's, straight into page-locked memory; where that is not to be
-had, through chunks into ordinary memory. For that the staging thread must wait for each chunk, and hundreds
+a leased copy stream that waits for the caller's, straight into page-locked memory: at once if that is the
+caller's own, else from a thread, which may have to allocate it. Where it is not to be had, the download goes
+through chunks into ordinary memory. For that the staging thread must wait for each chunk, and hundreds
 of copies would fill a copy stream: these start only when the producer has finished, so that no thread of
 ours ever waits for users' kernels.
 """
@@ -77,10 +78,16 @@ class Download(Job):
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)
+            at_once = self.out is not None and self.may_go_at_once(engine)
+            hosts = self._hosts(engine) if at_once else None
         except BaseException as error:
             self.fail(engine, error)
             return
-        self._start_large(engine, partial(self._run_large, engine, caller, ready))
+        on_thread = partial(self._run_large, engine, caller, ready)
+        if hosts is None:
+            self._start_large(engine, on_thread)
+        else:
+            self.at_once(engine, partial(self._direct, engine, hosts, caller, ready), on_thread)
 
     def _start_large(self, engine: Engine | None, work: Callable[[], None]) -> None:
         if self.walking is not None:

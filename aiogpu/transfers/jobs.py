@@ -117,6 +117,35 @@ class Job:
             self._admitted = True
             self.runtime.inflight.admit(self.operation, self.operation._nbytes, submit)
 
+    def may_go_at_once(self, engine: Engine) -> bool:
+        """May the loop's thread submit large copies between page-locked memory and memory of the device, all
+        of which is there already?
+
+        That allocates nothing and waits for nothing, as long as there is an idle copy stream for it: one that
+        is full (about 1020 commands, behind a kernel that takes long) would stop the thread inside CUDA, with
+        a lock that others want.
+        """
+        plan = self.plan
+        few = plan.leaves <= SMALL_LEAVES and not plan.movers and not plan.arrays and self.walking is None
+        bounded = self.runtime.max_inflight_bytes is not None  # it may have to wait for its turn
+        return few and not bounded and not engine.driver.eager and engine.downloads.has_idle()
+
+    def at_once(self, engine: Engine, work: Callable[[], None], again: Callable[[], None]) -> None:
+        """Run ``work``, which submits and waits for nothing, here and now; ``again`` is what a staging thread
+        does if memory runs out."""
+
+        def job() -> None:
+            try:
+                with neutral(), engine.driver.relaxed():
+                    work()
+            except BaseException as error:
+                self.break_off(engine, error, again)
+
+        self._admitted = True
+        # For its count: nothing waits there for its turn (see `may_go_at_once`). It may be another thread
+        # that runs this, one that is just about to start a transfer of its own; any may.
+        self.runtime.inflight.admit(self.operation, self.operation._nbytes, job)
+
     def break_off(self, engine: Engine | None, error: BaseException, work: Callable[[], None]) -> None:
         """The submission has met ``error``: the operation fails, or ``work`` is done on a staging thread once
         memory has come back."""

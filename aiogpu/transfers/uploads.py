@@ -2,7 +2,8 @@
 
 Law of this file: a small upload goes onto the caller's own stream, through a slot that is filled before the
 call returns. A large one is submitted by a staging thread to a leased copy stream, where its memory is
-allocated, too: memory of the caller's stream could only be written behind that stream's work.
+allocated, too: memory of the caller's stream could only be written behind that stream's work. Only where
+nothing is to be allocated nor staged does the call submit it itself.
 """
 
 from __future__ import annotations
@@ -251,16 +252,21 @@ class UploadInto(Job):
             self.in_thread(None, self._run_first)
             return
         caller = engine.driver.current()
+        behind = partial(self._start_behind, engine, caller)
         try:
             if self.small:
                 with neutral(), engine.driver.relaxed():
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)
+            at_once = self.may_go_at_once(engine) and self._lies_as_wanted(engine)
         except BaseException as error:
-            self.break_off(engine, error, partial(self._start_behind, engine, caller))
+            self.break_off(engine, error, behind)
             return
-        self._start_large(engine, caller, ready)
+        if at_once:
+            self.at_once(engine, partial(self._run_at_once, engine, ready), behind)
+        else:
+            self._start_large(engine, caller, ready)
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self.dst.device)
@@ -310,6 +316,19 @@ class UploadInto(Job):
             self._settle(engine, stream, landing)
             self.land(engine, stream, None, (keep, landing), release, self.dst)
         return True
+
+    def _lies_as_wanted(self, engine: Engine) -> bool:
+        """In page-locked memory, element by element as in ``dst``."""
+        (source,) = self.plan.sources()
+        return is_ordinary(source) and same_order(self.dst, source) and engine.driver.is_pinned(source)
+
+    def _run_at_once(self, engine: Engine, ready: Event) -> None:
+        # Not among the uploads' streams: it waits for the caller's.
+        with self.lane(engine, engine.downloads) as lane:
+            engine.driver.wait(lane.stream, ready)
+            engine.driver.recycle(ready)
+            lane.upload(self.dst, self.plan.plain[0])
+            self.land_lane(engine, lane, None, self.dst)
 
     def _run_large(self, engine: Engine) -> None:
         (source,) = self.plan.sources()

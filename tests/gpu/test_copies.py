@@ -46,12 +46,12 @@ async def _side_by_side(worker: Callable[[int], Awaitable[None]]) -> None:
 
 def _hold_uploads(engine: Engine, slow: Slow, ms: float = 50.0) -> None:
     """Keep every copy stream for uploads busy."""
-    engine.uploads.open(4)
+    engine.uploads.open()
     slow.on([stream.native for stream in engine.uploads.streams()], ms)
 
 
 def _hold_downloads(engine: Engine, slow: Slow, ms: float = 50.0) -> None:
-    engine.downloads.open(4)
+    engine.downloads.open()
     slow.on([stream.native for stream in engine.downloads.streams()], ms)
 
 
@@ -219,6 +219,7 @@ def test_nothing_aliases_a_source_or_chunk_in_flight_after_everybody_has_let_go(
         source = torch.full((size,), 7, dtype=torch.uint8, pin_memory=pinned)
         address = source.data_ptr()
         _hold_uploads(engine, slow, 500)
+        _hold_downloads(engine, slow, 500)  # where what the call itself submits goes, if it is page-locked
         operation = aiogpu.copy_(target, source)
         del source
         with anyio.move_on_after(0.02):
@@ -328,6 +329,73 @@ def test_strided_and_converted_data_arrives_exactly(run_asyncio: Loop) -> None:
             half = await aiogpu.to_host(x, dtype=torch.float16)
             same_bytes(half, source.to(torch.float16), f"float16, strides {source.stride()}")
             same_bytes(await aiogpu.to_host(x.flip(0)[1:]), source.flip(0)[1:], "a view on the device")
+
+    run_asyncio(main)
+
+
+# -- between memory that is there already ------------------------------------------------------------
+
+
+@asynchronous
+@pytest.mark.parametrize("decorated", [True, False], ids=["task", "plain"])
+def test_copies_that_the_call_submits_come_behind_the_callers_stream_and_lose_nothing(
+    run: Loop, slow: Slow, engine: Engine, monkeypatch: pytest.MonkeyPatch, decorated: bool
+) -> None:
+    """Page-locked buffers and device memory that stay, as engines keep them: no thread takes part."""
+    size = 24 * MIB + 5
+
+    async def main() -> None:
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        back = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        await aiogpu.synchronize()
+        monkeypatch.setattr(engine.staging, "submit", lambda *_, **__: pytest.fail("it went to a thread"))
+        for value in range(1, 9):
+            host.fill_(value)
+            slow()
+            there.fill_(99)  # in front of the copy
+            operation = aiogpu.copy_(there, host)
+            assert "in flight" in repr(operation)
+            y = (await operation.ordered()) + 1
+            assert not operation.done(), "it has waited for the device"
+            back.fill_(255)
+            down = aiogpu.to_host(y, out=back)
+            del y
+            junk = torch.full((size,), 238, dtype=torch.uint8, device="cuda")
+            await operation
+            host.fill_(77)  # finished: the source may be written
+            await down
+            filled(back, value + 1, f"repeat {value}")
+            await aiogpu.copy_(back, there)
+            filled(back, value, f"repeat {value}, copied back")
+            del junk
+
+    run(aiogpu.task(main) if decorated else main)
+
+
+@asynchronous
+def test_more_copies_than_streams_behind_a_long_kernel_do_not_stop_the_loop(
+    run_asyncio: Loop, slow: Slow, engine: Engine
+) -> None:
+    """A stream takes about 1020 commands; there are twelve of them for this."""
+
+    @aiogpu.task
+    async def main() -> None:
+        targets = [torch.zeros(MIB + 4, dtype=torch.uint8, device="cuda") for _ in range(300)]
+        source = torch.full((MIB + 4,), 3, dtype=torch.uint8, pin_memory=True)
+        await aiogpu.synchronize()
+        slow(400)
+        start = time.perf_counter()
+        operations = [aiogpu.copy_(target, source) for target in targets for _ in range(2)]
+        submitted = time.perf_counter() - start
+        assert not operations[-1].done(), (
+            "too slow a machine: the kernel ended while this test made its copies"
+        )
+        assert submitted < 0.3, f"{submitted * 1e3:.0f} ms: the calls waited for the kernel"
+        for operation in operations:
+            await operation
+        for target in targets:
+            filled(await aiogpu.to_host(target), 3, "a copy")
 
     run_asyncio(main)
 

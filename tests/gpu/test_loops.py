@@ -62,7 +62,7 @@ def test_work_whose_loop_does_not_wait_keeps_its_buffers(
         await aiogpu.copy_(target, torch.full((MIB,), value, dtype=torch.uint8).pin_memory())
 
     async def main(value: int, target: torch.Tensor) -> None:
-        engine.uploads.open(4)
+        engine.uploads.open()
         slow.on([stream.native for stream in engine.uploads.streams()], 3)
         async with anyio.create_task_group() as group:
             group.start_soon(child, value, target)
