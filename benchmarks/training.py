@@ -111,15 +111,16 @@ def loading(steps: int) -> list[Row]:
         return DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=pin, prefetch_factor=4)
 
     rates: dict[str, list[float]] = {"DataLoader, pin_memory, non_blocking": [], "aiogpu.prefetch": []}
-    alone, lags = [], []
+    alone, lags, starts = [], [], []
     for _ in range(3):
         start = time.perf_counter()
         for _ in loader(pin=False):
             pass
         alone.append(steps / (time.perf_counter() - start))
         rates["DataLoader, pin_memory, non_blocking"].append(plain(learner, loader(pin=CUDA), steps))
-        rate, lag = run(lambda: prefetched(learner, loader(pin=False), steps), limit_s=60)
+        rate, start_lags, lag = run(lambda: prefetched(learner, loader(pin=False), steps), limit_s=60)
         rates["aiogpu.prefetch"].append(rate)
+        starts += start_lags
         lags += lag
     by_hand, ours = map(p50, rates.values())
     achievable = min(1 / compute, p50(alone))
@@ -129,7 +130,8 @@ def loading(steps: int) -> list[Row]:
         Row(question, "loading alone", p50(alone), "steps/s"),
         at_least(question, "aiogpu / DataLoader by hand", ours / by_hand, "×", 1.0),
         at_least(question, "aiogpu / achievable (the slower one alone)", ours / achievable * 100, "%", 95),
-        at_most(question, "loop lag p99", percentile(lags, 99) * 1e3, "ms", 2),
+        at_most(question, "loop lag p99, from the first batch on", percentile(lags, 99) * 1e3, "ms", 2),
+        Row(question, "largest lag while the loader forks its processes", max(starts, default=0.0) * 1e3, "ms"),
     ]
 
 
@@ -143,18 +145,28 @@ def plain(learner: Learner, loader: DataLoader[torch.Tensor], steps: int) -> flo
 
 async def prefetched(
     learner: Learner, loader: DataLoader[torch.Tensor], steps: int
-) -> tuple[float, list[float]]:
+) -> tuple[float, list[float], list[float]]:
+    """Steps per second, and the lags before the first batch and from then on.
+
+    A fork holds the GIL while it copies the page tables, 10 ms for each of the loader's processes: whoever
+    starts them, and once.
+    """
+    begun: list[int] = []  # beats before the first batch
+
     @aiogpu.task
-    async def train() -> None:
+    async def train(pulse: Heartbeat) -> None:
         async with aiogpu.prefetch(loader, depth=2, device=DEVICE) as batches:
             async for x in batches:
+                if not begun:
+                    begun.append(len(pulse.lags))
                 await aiogpu.run_sync(learner.learn, x)
         await aiogpu.synchronize()
 
     async with aiogpu.Runtime(DEVICE), Heartbeat() as pulse:
         start = time.perf_counter()
-        await train()
-        return steps / (time.perf_counter() - start), pulse.lags
+        await train(pulse)
+        rate = steps / (time.perf_counter() - start)
+    return rate, pulse.lags[: begun[0]], pulse.lags[begun[0] :]
 
 
 # -- logging the loss ---------------------------------------------------------------------------------
