@@ -525,6 +525,22 @@ def test_a_page_locked_source_up_to_a_mebibyte_goes_straight_onto_the_callers_st
     run(main)
 
 
+@pytest.mark.parametrize("count", [16, 2**17], ids=["through a slot", "straight"])
+def test_autograd_does_not_see_a_copy_of_what_requires_grad(run_asyncio, auto_vd, monkeypatch, count):
+    """With a driver that copies as the CUDA one does, in whatever grad mode there is."""
+    monkeypatch.setattr(auto_vd, "copy", lambda dst, src, stream: dst.copy_(src))
+
+    async def main():
+        src = auto_vd.pin(torch.ones(count)).requires_grad_()
+        for source in (src, auto_vd.pin(src * 2)):
+            there = await aiogpu.copy_(torch.zeros(count), source)
+            assert there.sum() == source.sum()
+            assert not there.requires_grad
+            assert not (await aiogpu.to_host(source)).requires_grad
+
+    run_asyncio(main)
+
+
 def test_with_a_limit_of_bytes_in_flight_it_counts(run_asyncio, auto_vd, shorts):
     async def main():
         async with aiogpu.Runtime(max_inflight_bytes=2**20):

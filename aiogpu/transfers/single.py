@@ -91,6 +91,8 @@ def upload(
         return None
     if src.requires_grad if dst is None else dst.device != engine.device or not _alike(dst, src):
         return None
+    if src.requires_grad:
+        src = src.detach()  # a page-locked one is copied by torch itself, in whatever grad mode there is
     nbytes, slot = src.nbytes, None
     if nbytes > engine.slots.nbytes:
         bounded = runtime.max_inflight_bytes is not None

@@ -83,6 +83,18 @@ def test_what_requires_grad_is_read_without_a_graph(run_asyncio, engine, shorts)
     assert shorts == ["item", "to_host"]
 
 
+@pytest.mark.parametrize("count", [16, 2**17, 2**20], ids=["through a slot", "straight", "large"])
+def test_a_copy_of_what_requires_grad_leaves_no_graph_behind(run_asyncio, engine, count):
+    async def main():
+        src = torch.ones(count).pin_memory().requires_grad_()
+        there = torch.zeros(count, device=engine.device)
+        assert await aiogpu.copy_(there, src) is there
+        assert not there.requires_grad
+        assert bool((there == 1.0).all())
+
+    run_asyncio(main)
+
+
 def test_a_page_locked_mebibyte_takes_no_thread(run_asyncio, engine, shorts):
     async def main():
         x = torch.arange(single.DIRECT_BYTES // 4, dtype=torch.int32).pin_memory()
