@@ -84,7 +84,7 @@ async def amap(fn: Callable[[T], Awaitable[R]], items: Iterable[T], *, limit: in
     ``items`` is consumed as calls are started, so a generator may be long. The first failure cancels
     the rest; failures are raised as an ``ExceptionGroup``.
 
-    Raises ``ValueError`` for a limit below 1.
+    Raises ``ValueError`` for a limit below 1, ``TypeError`` for an ``fn`` that gives nothing to await.
     """
     if not callable(fn):
         raise TypeError(f"amap() takes a coroutine function and its items, not a {type(fn).__name__}")
@@ -94,7 +94,13 @@ async def amap(fn: Callable[[T], Awaitable[R]], items: Iterable[T], *, limit: in
     jobs: Iterator[tuple[int, T]] = enumerate(items)
 
     async def run(index: int, item: T) -> None:
-        results[index] = await fn(item)
+        awaitable = fn(item)
+        if not hasattr(awaitable, "__await__") and not inspect.isawaitable(awaitable):
+            raise TypeError(
+                f"amap() takes a coroutine function, and {fn!r} returned a {type(awaitable).__name__}: for "
+                "an ordinary function write `async def call(item): return await aiogpu.run_sync(fn, item)`"
+            )
+        results[index] = await awaitable
 
     async def work() -> None:
         for index, item in jobs:

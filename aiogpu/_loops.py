@@ -363,7 +363,9 @@ def open_door() -> Door:
     token = current_token()
     if token is None:
         raise RuntimeError(
-            "aiogpu needs a running event loop: call this from a coroutine, started with "
-            "asyncio.run(main()), uvloop.run(main()), trio.run(main) or anyio.run(main)"
+            "aiogpu needs a running event loop in this thread: call this from a coroutine, started with "
+            "asyncio.run(main()), uvloop.run(main()), trio.run(main) or anyio.run(main). A worker thread "
+            "(run_sync, to_thread, a web framework's `def` endpoint) has none: await it in the coroutine "
+            "around it, or make the endpoint an `async def`"
         )
     return AsyncioDoor() if isinstance(token, asyncio.AbstractEventLoop) else TrioDoor()

@@ -66,6 +66,7 @@ TRANSITIONS: dict[tuple[State, Happening], State] = {
     (State.IN_FLIGHT, Happening.FAIL): State.FAILED,
 }
 _FINAL = (State.DONE, State.FAILED)
+_REMEDY = "what `await operation` returns"
 _SUBMITTED = (State.IN_FLIGHT, *_FINAL)
 
 
@@ -153,6 +154,19 @@ class Operation(Generic[T]):
         if self._moved:
             self._hand_over()
         return cast(T, self._value)
+
+    def __bool__(self) -> bool:
+        # Or `if item(flag):` would always be taken.
+        raise TypeError(f"{self._what}() gave an operation, not its result, which is {_REMEDY}")
+
+    if not TYPE_CHECKING:  # type checkers find out by themselves, and better
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"an operation has no attribute {name!r}; its result may have, which is {_REMEDY}",
+                name=name,
+                obj=self,
+            )
 
     def ordered(self) -> Coroutine[Any, Any, T]:
         """Wait until the work has been handed to the device; use the result on the current stream.

@@ -99,7 +99,8 @@ async def run_sync(
         await aiogpu.run_sync(loss.backward)
 
     The await ends when the function returns: work that it submitted is on the stream, as if it had been
-    submitted here. Signature and rules are those of ``anyio.to_thread.run_sync``; the threads are not.
+    submitted here. Signature and rules are those of ``anyio.to_thread.run_sync`` (keyword arguments go
+    through ``functools.partial``); the threads are others.
 
     Parameters
     ----------

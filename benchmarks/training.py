@@ -131,7 +131,9 @@ def loading(steps: int) -> list[Row]:
         at_least(question, "aiogpu / DataLoader by hand", ours / by_hand, "×", 1.0),
         at_least(question, "aiogpu / achievable (the slower one alone)", ours / achievable * 100, "%", 95),
         at_most(question, "loop lag p99, from the first batch on", percentile(lags, 99) * 1e3, "ms", 2),
-        Row(question, "largest lag while the loader forks its processes", max(starts, default=0.0) * 1e3, "ms"),
+        Row(
+            question, "largest lag while the loader forks its processes", max(starts, default=0.0) * 1e3, "ms"
+        ),
     ]
 
 

@@ -319,7 +319,7 @@ def test_a_stream_on_a_device_that_has_not_been_started_says_how_to_start_it(run
     ],
 )
 def test_without_an_event_loop_every_call_says_how_to_start_one(call):
-    message = r"needs a running event loop: call this from a coroutine, started with asyncio\.run\(main\(\)\)"
+    message = r"needs a running event loop in this thread: .* started with asyncio\.run\(main\(\)\)"
     with pytest.raises(RuntimeError, match=message):
         call()
     gc.collect()
@@ -463,6 +463,56 @@ def test_a_forgotten_await_is_no_data(run, auto_vd, verb):
         with pytest.raises(TypeError, match=r"was given an operation, not its result: \w+\(await"):
             verb(operation)
         await operation
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda op: op.shape, AttributeError),
+        (lambda op: op.float(), AttributeError),
+        (bool, TypeError),
+        (lambda op: not op, TypeError),
+    ],
+)
+def test_an_operation_that_is_taken_for_its_result_says_what_is_missing(run, auto_vd, use, error):
+    """Above all in conditions: `if item(flag):` would always be taken."""
+
+    async def main():
+        operation = aiogpu.item(torch.zeros(1))
+        with pytest.raises(error, match="`await operation`"):
+            use(operation)
+        assert not hasattr(operation, "shape")
+        assert await operation == 0.0
+
+    run(main)
+
+
+def test_a_batcher_takes_no_operation(run, auto_vd):
+    async def main():
+        async with aiogpu.Batcher(lambda x: x, max_batch_size=4) as batcher:
+            operation = aiogpu.to_device(X)
+            with pytest.raises(TypeError, match=r"not its result: batcher\(await"):
+                await batcher(operation)
+            assert torch.equal(await batcher(await operation), X)
+
+    run(main)
+
+
+def test_amap_of_an_ordinary_function_says_how_to_run_it(run, auto_vd):
+    async def main():
+        with pytest.raises(ExceptionGroup) as caught:
+            await aiogpu.amap(len, ["a", "bc"])
+        assert all(re.search("run_sync", str(error)) for error in caught.value.exceptions)
+
+    run(main)
+
+
+def test_a_worker_thread_is_told_that_it_has_no_loop(run, auto_vd):
+    async def main():
+        with pytest.raises(RuntimeError, match=r"in this thread.*run_sync.*async def"):
+            await aiogpu.run_sync(aiogpu.to_device, X)
 
     run(main)
 

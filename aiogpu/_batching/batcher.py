@@ -20,6 +20,7 @@ from .._engine import Engine, normalize
 from .._errors import ClosedError, OverloadedError
 from .._flow.outlet import Crew
 from .._handoff import Handoff
+from .._operation import Operation
 from .._runtime import current_runtime
 from .._settings import at_least
 from .._tasks import current_task
@@ -319,6 +320,8 @@ class Batcher:
         if type(client) not in (type(None), str, int, bytes):
             # Others have a hash and an equality of their own, which might raise in the dispatcher.
             raise TypeError(f"client is a str, an int or bytes, not {client!r}")
+        if type(item) is Operation:
+            raise TypeError(f"{self.name} was given an operation, not its result: batcher(await ...)")
         cost = 1.0 if self._cost is None else self._cost_of(item)
         reason = self._queue.refusal(client)
         if reason is not None:

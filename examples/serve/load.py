@@ -197,8 +197,10 @@ def report(outcome: Outcome, console: Console) -> None:
         table.add_row(name, str(count), f"{count / outcome.elapsed:,.0f}", *cells)
     console.print(table)
     if outcome.good:
-        share = outcome.wrong / len(outcome.good)
-        console.print(f"{outcome.wrong} of {len(outcome.good)} answers were wrong ({share:.1%})")
+        right = len(outcome.good) - outcome.wrong
+        console.print(
+            f"{right} of {len(outcome.good)} digits were recognised ({right / len(outcome.good):.1%})"
+        )
         console.print(histogram(outcome.good))
 
 
