@@ -98,10 +98,10 @@ class StreamPool:
             self.leases += 1
             return Lease(self, slot)
 
-    def has_idle(self, priority: int = 0) -> bool:
-        """Would a lease be of a stream with nothing on it, as of now?"""
+    def idle(self, priority: int = 0) -> int:
+        """How many streams of an open priority have nothing on them, as of now."""
         with self._lock:
-            return any(slot.idle for slot in self._slots[priority])
+            return sum(slot.idle for slot in self._slots[priority])
 
     @property
     def opened(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import torch
 from _small_blocks import CHUNK, SLOT, small_virtual
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import aiogpu
 from aiogpu.testing import VirtualDevice
@@ -141,20 +144,21 @@ def test_its_order_is_there_as_soon_as_the_call_returns(run, still, no_threads):
 
 
 @WAYS
-def test_what_finds_no_idle_copy_stream_goes_to_a_thread(run, still, way):
+def test_what_finds_too_few_idle_copy_streams_goes_to_a_thread(run, still, way):
     """A stream takes about 1020 commands; behind a long kernel, copies without end would fill them up."""
     device, engine = still
     submitted = []
     submit = engine.staging.submit
     engine.staging.submit = lambda *args, **options: (submitted.append(1), submit(*args, **options))  # type: ignore[method-assign]
-    count = engine.downloads.limit + 20
+    at_once = engine.downloads.limit // 2
+    count = at_once + 20
 
     async def main():
         latch = device.latch()
         pairs = [(pattern(LARGE, i), pattern(LARGE, 100 + i)) for i in range(count)]
         operations = [way(device, *pair) for pair in pairs]
         assert len(submitted) == (0 if way is up else 20)  # uploads wait for the caller's stream first
-        assert max(slot.users for slots in engine.downloads._slots.values() for slot in slots) <= 2
+        assert sum("in flight" in repr(operation) for operation in operations) >= at_once
         latch.release()
         device.auto = True
         device.run_all()
@@ -164,6 +168,132 @@ def test_what_finds_no_idle_copy_stream_goes_to_a_thread(run, still, way):
         assert len(submitted) == 20
 
     run(main)
+
+
+def test_uploads_behind_a_long_kernel_do_not_hold_up_a_download_that_is_not(run, still):
+    device, _ = still
+    busy, other = device.open_stream("compute"), device.open_stream("compute")
+
+    async def main():
+        with device.on(busy):
+            latch = device.latch()
+            operations = [up(device, pattern(LARGE, i), pattern(LARGE, 50 + i)) for i in range(30)]
+        with device.on(other):
+            x = pattern(LARGE, 99)
+            download = aiogpu.to_host(x)
+        device.auto = True
+        device.run_all()
+        assert torch.equal(await download, x)
+        assert not any(operation.done() for operation in operations)
+        latch.release()
+        for operation in operations:
+            await operation
+
+    run(main)
+
+
+def test_what_is_in_host_memory_already_is_not_copied_by_the_call(run_asyncio, still, monkeypatch):
+    """Such a copy takes as long as it is large, whoever makes it."""
+    device, engine = still
+    device.auto = True
+    threads = []
+    copy = device.copy
+    monkeypatch.setattr(
+        device, "copy", lambda *args: (threads.append(threading.current_thread()), copy(*args))
+    )
+
+    async def main():
+        data = {"there": pattern(LARGE), "here": pattern(LARGE, 1)}
+        out = {name: device.pin(torch.zeros_like(x)) for name, x in data.items()}
+        engine.device = torch.device("meta")  # as if it were another one than the host's
+        try:
+            operation = aiogpu.to_host(data, out=out)
+        finally:
+            engine.device = device.device
+        await operation
+        assert all(torch.equal(out[name], x) for name, x in data.items())
+
+    run_asyncio(main)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+class Sees(TorchDispatchMode):
+    """Refuses copies, as modes that run nothing (fake tensors) do."""
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "copy_" not in str(fn)
+        return fn(*args, **(kwargs or {}))
+
+
+class Listens(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        super().__init__()
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(getattr(fn, "__name__", ""))
+        return fn(*args, **(kwargs or {}))
+
+
+@WAYS
+def test_modes_of_the_callers_do_not_see_the_copy(run_asyncio, still, monkeypatch, way):
+    """With a device that copies when it is told to, as CUDA's does."""
+    device, _ = still
+    device.auto = True
+    copy = device.copy
+
+    def at_submission(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        dst.copy_(src)
+        copy(dst, src, stream)
+
+    monkeypatch.setattr(device, "copy", at_submission)
+
+    async def main():
+        for mode in (Sees(), listening := Listens()):
+            there, host = pattern(LARGE), pattern(LARGE, 1)
+            src, _ = ends(way, there, host)
+            wanted = src.clone()
+            device.pin(host)
+            with mode:
+                operation = aiogpu.copy_(there, host) if way is up else aiogpu.to_host(there, out=host)
+            await operation
+            assert torch.equal(there, wanted)
+            assert torch.equal(host, wanted)
+        assert not {"is_conj", "is_pinned", "copy_"} & set(listening.calls)
+
+    run_asyncio(main)
+
+
+class Watchful(torch.Tensor):
+    """Code of a user's, in every operation."""
+
+    @classmethod
+    def __torch_dispatch__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        with torch._C._DisableTorchDispatch():
+            return fn(*args, **(kwargs or {}))
+
+
+def test_a_destination_of_a_users_class_is_none_of_the_loops_thread(run_asyncio, still, monkeypatch):
+    device, _ = still
+    device.auto = True
+    copy = device.copy
+
+    def at_submission(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        dst.copy_(src)
+        copy(dst, src, stream)
+
+    monkeypatch.setattr(device, "copy", at_submission)
+
+    async def main():
+        there, host = pattern(LARGE), device.pin(pattern(LARGE, 1))
+        mine = torch.Tensor._make_subclass(Watchful, there)
+        operation = aiogpu.copy_(mine, host)
+        assert await operation is mine
+        assert torch.equal(there, host)
+
+    run_asyncio(main)
 
 
 @WAYS

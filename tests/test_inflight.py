@@ -371,3 +371,62 @@ def test_the_limit_can_come_from_the_environment(monkeypatch):
 def test_a_limit_that_cannot_be_meant_is_refused(limit, error):
     with pytest.raises(error, match="max_inflight_bytes"):
         aiogpu.Runtime(max_inflight_bytes=limit)
+
+
+# -- re-entrancy -----------------------------------------------------------------------------------------
+
+
+class Counted:
+    """An operation, for the queue."""
+
+    def __init__(self) -> None:
+        self.over: list[Any] = []
+        self.error: BaseException | None = None
+
+    def when_over(self, callback: Any) -> None:
+        self.over.append(callback)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+    def end(self) -> None:
+        for callback in self.over:
+            callback()
+
+
+def reentrant(queue: InFlight, monkeypatch: pytest.MonkeyPatch, then: Any) -> None:
+    """At the next question whether something fits, ``then()`` happens, as in a garbage collection (which from
+    Python 3.12 on comes at the entry of any function)."""
+    fits, due = queue._fits, [then]
+
+    def asked(nbytes: int) -> bool:
+        answer = fits(nbytes)
+        if due:
+            due.pop()()
+        return answer
+
+    monkeypatch.setattr(queue, "_fits", asked)
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_a_transfer_that_a_collection_starts_meanwhile_takes_nobodys_place(monkeypatch, limit):
+    queue, started = InFlight(limit), []
+    inner, outer = Counted(), Counted()
+    reentrant(queue, monkeypatch, lambda: queue.admit(inner, 4, lambda: started.append("inner")))
+    queue.admit(outer, 4, lambda: started.append("outer"))
+    assert started == ["outer", "inner"]
+    assert queue.nbytes == 8
+    inner.end()
+    outer.end()
+    queue.admit(Counted(), 1, lambda: started.append("later"))
+    assert started[2:] == ["later"]
+
+
+def test_a_transfer_that_ends_while_another_is_found_not_to_fit_makes_room_for_it(monkeypatch):
+    queue, started = InFlight(10), []
+    first = Counted()
+    queue.admit(first, 8, lambda: started.append("first"))
+    reentrant(queue, monkeypatch, first.end)
+    queue.admit(Counted(), 8, lambda: started.append("second"))
+    assert started == ["first", "second"]
+    assert queue.nbytes == 8

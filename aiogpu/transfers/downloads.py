@@ -78,8 +78,8 @@ class Download(Job):
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)
-            at_once = self.out is not None and self.may_go_at_once(engine)
-            hosts = self._hosts(engine) if at_once else None
+            with neutral(), engine.driver.relaxed():
+                hosts = self._hosts(engine) if self._may_go_at_once(engine) else None
         except BaseException as error:
             self.fail(engine, error)
             return
@@ -87,7 +87,15 @@ class Download(Job):
         if hosts is None:
             self._start_large(engine, on_thread)
         else:
-            self.at_once(engine, partial(self._direct, engine, hosts, caller, ready), on_thread)
+            again = partial(self._run_behind, engine, caller)  # `ready` is another's by then
+            self.at_once(engine, partial(self._direct, engine, hosts, caller, ready), again)
+
+    def _may_go_at_once(self, engine: Engine) -> bool:
+        """Into memory of the caller's that runs no code of users'; and none of it from host memory, which the
+        call itself would have to copy."""
+        plain = self.out is not None and all(type(host) is torch.Tensor for host in self.out)
+        there = all(source.device == engine.device for source in self.plan.plain)
+        return plain and there and self.may_go_at_once(engine)
 
     def _start_large(self, engine: Engine | None, work: Callable[[], None]) -> None:
         if self.walking is not None:
@@ -149,7 +157,9 @@ class Download(Job):
 
     def _run_first(self) -> None:
         engine = self.runtime.engine_blocking(self._device())
-        caller = self.callers_stream(engine)
+        self._run_behind(engine, self.callers_stream(engine))
+
+    def _run_behind(self, engine: Engine, caller: Stream) -> None:
         self._run_large(engine, caller, engine.driver.record(caller))
 
     def _device(self) -> torch.device | None:

@@ -36,6 +36,8 @@ class InFlight:
         self._count = 0
         self._queue: deque[tuple[Transfer, int, Callable[[], None]]] = deque()
         self._starting = False
+        #: Transfers that have ended.
+        self._ended = 0
         # Re-entrant, as all our locks: a garbage collection may run code that starts a transfer.
         self._lock = threading.RLock()
 
@@ -76,16 +78,24 @@ class InFlight:
         # One thread starts transfers at a time, so that they start in order. Whoever comes meanwhile, also
         # from inside a start, may leave: the lock is taken again behind each start, and sees what changed.
         with self._lock:
-            if self._starting or not self._queue or not self._fits(self._queue[0][1]):
-                return None
-            self._starting = True
-            entry = self._queue.popleft()
-            self._count += 1
-            self.nbytes += entry[1]
-            return entry
+            while self._queue and not self._starting:
+                # Taken before anything is called: a garbage collection in there may start a transfer, in this
+                # very thread, and the lock does not keep that out. It leaves its transfer in the queue.
+                self._starting = True
+                ended = self._ended
+                if self._fits(self._queue[0][1]):
+                    entry = self._queue.popleft()
+                    self._count += 1
+                    self.nbytes += entry[1]
+                    return entry
+                self._starting = False
+                if ended == self._ended:  # else one has ended meanwhile, and found somebody at it
+                    break
+            return None
 
     def _over(self, nbytes: int) -> None:
         with self._lock:
             self._count -= 1
             self.nbytes -= nbytes
+            self._ended += 1
         self._start_what_fits()

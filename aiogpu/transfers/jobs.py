@@ -25,7 +25,7 @@ from .._runtime import Runtime, starter
 from .._streams import StreamPool
 from ..drivers.base import Stream
 from .packing import packed
-from .plan import Plan, Walking, neutral
+from .plan import Plan, Walking, interposed, neutral
 from .staging import Lane, flat, is_dense
 
 __all__ = ["Job", "broke_off", "dense_copy", "over", "slot_view", "take_slots"]
@@ -123,12 +123,14 @@ class Job:
 
         That allocates nothing and waits for nothing, as long as there is an idle copy stream for it: one that
         is full (about 1020 commands, behind a kernel that takes long) would stop the thread inside CUDA, with
-        a lock that others want.
+        a lock that others want. Half of these streams are left to others: what is behind this caller's kernel
+        must not hold up what is not.
         """
         plan = self.plan
         few = plan.leaves <= SMALL_LEAVES and not plan.movers and not plan.arrays and self.walking is None
         bounded = self.runtime.max_inflight_bytes is not None  # it may have to wait for its turn
-        return few and not bounded and not engine.driver.eager and engine.downloads.has_idle()
+        free = few and not bounded and not engine.driver.eager and not interposed()
+        return free and engine.downloads.idle() > engine.downloads.limit // 2
 
     def at_once(self, engine: Engine, work: Callable[[], None], again: Callable[[], None]) -> None:
         """Run ``work``, which submits and waits for nothing, here and now; ``again`` is what a staging thread

@@ -17,7 +17,7 @@ from .alike import Alike, runs
 from .parts import Rewrap, explode, spread
 from .tree import Tree, as_tensor
 
-__all__ = ["STRIDE", "Plan", "Walking", "breathe", "neutral"]
+__all__ = ["STRIDE", "Plan", "Walking", "breathe", "interposed", "neutral"]
 
 T = TypeVar("T")
 
@@ -218,6 +218,16 @@ def breathe() -> None:
     """Let other threads have the GIL: who asks for it waits up to 5 ms (sys.getswitchinterval) otherwise. Not
     zero seconds, after which this thread would have it again before the other one has woken up."""
     time.sleep(20e-6)
+
+
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_transforms: Any = torch._C._functorch.peek_interpreter_stack
+
+
+def interposed() -> bool:
+    """Does something see what this thread computes that no :class:`neutral` block switches off: a dispatch
+    mode, or a transform of functorch's?"""
+    return bool(_dispatch_modes()) or _transforms() is not None
 
 
 class neutral:

@@ -259,7 +259,8 @@ class UploadInto(Job):
                     if self._start_small(engine, caller):
                         return
             ready = engine.driver.record(caller)
-            at_once = self.may_go_at_once(engine) and self._lies_as_wanted(engine)
+            with neutral(), engine.driver.relaxed():
+                at_once = self.may_go_at_once(engine) and self._lies_as_wanted(engine)
         except BaseException as error:
             self.break_off(engine, error, behind)
             return
@@ -318,9 +319,10 @@ class UploadInto(Job):
         return True
 
     def _lies_as_wanted(self, engine: Engine) -> bool:
-        """In page-locked memory, element by element as in ``dst``."""
+        """In page-locked memory, element by element as in ``dst``, which runs no code of users'."""
         (source,) = self.plan.sources()
-        return is_ordinary(source) and same_order(self.dst, source) and engine.driver.is_pinned(source)
+        plain = is_ordinary(source) and type(self.dst) is torch.Tensor
+        return plain and same_order(self.dst, source) and engine.driver.is_pinned(source)
 
     def _run_at_once(self, engine: Engine, ready: Event) -> None:
         # Not among the uploads' streams: it waits for the caller's.
