@@ -18,11 +18,16 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_the_tutorials_loops_all_give_the_same_losses(tmp_path):
-    script = tmp_path / "tutorial.py"
-    script.write_text(
-        "\n\n".join(snippets(ROOT / "docs/tutorials/from-a-blocking-loop.md")), encoding="utf-8"
-    )
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("tutorials/from-a-blocking-loop.md", "the same losses, bit for bit"),
+        ("how-to/compose-tasks.md", "all in order"),
+    ],
+)
+def test_a_pages_program_runs_as_it_stands(tmp_path, page, says):
+    script = tmp_path / "program.py"
+    script.write_text("\n\n".join(snippets(ROOT / "docs" / page)), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
@@ -33,7 +38,7 @@ def test_the_tutorials_loops_all_give_the_same_losses(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "the same losses, bit for bit" in done.stdout
+    assert says in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
