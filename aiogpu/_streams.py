@@ -84,14 +84,14 @@ class StreamPool:
                 self._slots[priority] = opened
 
     def lease(self, priority: int = 0) -> Lease:
-        """A stream of an open priority: the newest idle one, else the least shared."""
+        """A stream of an open priority: the newest idle one, else of the least shared the oldest."""
         with self._lock:
-            slots = self._slots[priority]
+            slots = self._slots[priority]  # leased longest ago first
             slot = next((s for s in reversed(slots) if s.idle), None)
             if slot is None:
                 slot = min(slots, key=lambda s: s.users)
                 self.shared += slot.users > 0
-            elif slots[-1] is not slot:
+            if slots[-1] is not slot:
                 slots.remove(slot)
                 slots.append(slot)
             slot.users += 1

@@ -96,6 +96,20 @@ def test_a_stream_with_no_user_but_unfinished_work_is_taken_before_one_is_shared
     assert pool.shared == 0
 
 
+def test_those_that_find_no_idle_stream_take_the_busy_ones_in_turn(pool):
+    """Whoever submits and goes is no user any more: all would take the same one, behind one another."""
+    for _ in range(4):
+        pool.lease().release(Tail())
+    taken = []
+    for _ in range(8):
+        lease = pool.lease()
+        taken.append(lease.stream)
+        lease.release(Tail())
+    assert len({stream.raw for stream in taken[:4]}) == 4
+    assert taken[4:] == taken[:4]
+    assert pool.shared == 0
+
+
 def test_a_released_stream_is_busy_until_the_device_is_done(pool):
     tail = Tail()
     lease = pool.lease()
