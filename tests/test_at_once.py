@@ -218,6 +218,17 @@ def test_what_is_in_host_memory_already_is_not_copied_by_the_call(run_asyncio, s
     assert threading.main_thread() not in threads
 
 
+def copy_at_submission(monkeypatch: pytest.MonkeyPatch, device: VirtualDevice) -> None:
+    """As CUDA's driver does: torch's own ``copy_``, on the thread that submits."""
+    copy = device.copy
+
+    def both(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        dst.copy_(src)
+        copy(dst, src, stream)
+
+    monkeypatch.setattr(device, "copy", both)
+
+
 class Sees(TorchDispatchMode):
     """Refuses copies, as modes that run nothing (fake tensors) do."""
 
@@ -238,16 +249,9 @@ class Listens(TorchFunctionMode):
 
 @WAYS
 def test_modes_of_the_callers_do_not_see_the_copy(run_asyncio, still, monkeypatch, way):
-    """With a device that copies when it is told to, as CUDA's does."""
     device, _ = still
     device.auto = True
-    copy = device.copy
-
-    def at_submission(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        dst.copy_(src)
-        copy(dst, src, stream)
-
-    monkeypatch.setattr(device, "copy", at_submission)
+    copy_at_submission(monkeypatch, device)
 
     async def main():
         for mode in (Sees(), listening := Listens()):
@@ -278,13 +282,7 @@ class Watchful(torch.Tensor):
 def test_a_destination_of_a_users_class_is_none_of_the_loops_thread(run_asyncio, still, monkeypatch):
     device, _ = still
     device.auto = True
-    copy = device.copy
-
-    def at_submission(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        dst.copy_(src)
-        copy(dst, src, stream)
-
-    monkeypatch.setattr(device, "copy", at_submission)
+    copy_at_submission(monkeypatch, device)
 
     async def main():
         there, host = pattern(LARGE), device.pin(pattern(LARGE, 1))
