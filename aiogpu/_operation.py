@@ -183,9 +183,9 @@ class Operation(Generic[T]):
         is raised by ``await operation``, and by whatever meets it first.
 
         Any number of tasks may wait, in any loop, before or after the end. It is one checkpoint for
-        what the call has submitted itself (up to 64 KiB, or a page-locked tensor up to 1 MiB on its way to
-        the device); larger transfers are handed over by a thread. On the CPU, where work runs at once on
-        the calling thread, it is the same as ``await operation``.
+        what the call has submitted itself (up to 64 KiB, a page-locked tensor up to 1 MiB on its way to the
+        device, mostly a ``copy_`` from page-locked memory); other transfers are handed over by a thread. On
+        the CPU, where work runs at once on the calling thread, it is the same as ``await operation``.
 
         Raises
         ------

@@ -150,8 +150,8 @@ async def prefetched(
 ) -> tuple[float, list[float], list[float]]:
     """Steps per second, and the lags before the first batch and from then on.
 
-    A fork holds the GIL while it copies the page tables, 10 ms for each of the loader's processes: whoever
-    starts them, and once.
+    A fork holds the GIL while it copies the page tables (some 10 ms for each of the loader's processes, on a
+    machine without a GPU): once, and whoever starts them.
     """
     begun: list[int] = []  # beats before the first batch
 

@@ -24,7 +24,7 @@ from .._operation import Operation
 from .._runtime import Runtime
 from .._tasks import current_task
 from .jobs import broke_off, over, slot_view
-from .plan import neutral
+from .plan import interposed, neutral
 from .uploads import room_for
 
 __all__ = ["download", "is_ordinary", "own", "upload"]
@@ -50,8 +50,6 @@ _memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_si
 _HOST = torch.device("cpu")
 _AS_IT_IS = nullcontext()
 _function_modes: Any = torch._C._len_torch_function_stack
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_transforms: Any = torch._C._functorch.peek_interpreter_stack
 
 
 def is_ordinary(x: Any) -> bool:
@@ -59,8 +57,7 @@ def is_ordinary(x: Any) -> bool:
     return (
         type(x) is torch.Tensor
         and not _function_modes()  # first: they would see what is asked next
-        and not _dispatch_modes()
-        and _transforms() is None
+        and not interposed()
         and forward_ad._current_level < 0  # it may have a tangent
         and x.dtype in _DTYPES
         and x.layout is torch.strided
